@@ -75,7 +75,7 @@ def steer(model: nn.Module, plan: Plan, batch: Batch, *, strength: float = 1.0) 
     block.check_complete()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Rows:
     """Highlighted tokens of one pass: (sample, place in the pass), strengths, and the slots in the batch."""
 
@@ -84,6 +84,14 @@ class _Rows:
     strengths: torch.Tensor
     origin: torch.Tensor  # row of the batch each sample comes from
     slots: torch.Tensor
+    moved: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, ...]] = field(default_factory=dict)
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """(samples, places, strengths) on a device, moved there once."""
+        if (device, dtype) not in self.moved:
+            parts = (self.samples, self.places, self.strengths.to(dtype))
+            self.moved[device, dtype] = tuple(part.to(device, non_blocking=True) for part in parts)
+        return self.moved[device, dtype]
 
 
 class _Block:
@@ -104,19 +112,18 @@ class _Block:
         self.seen_ids: torch.Tensor | None = None
         self.mismatch: torch.Tensor | None = None
         self.reached = 0
+        self.recorded: list[_Rows] = []
+        self.edited = torch.zeros_like(strengths, dtype=torch.bool)
         self.known_cache: weakref.ref[Any] | None = None
-        self.moved: dict[tuple[int, int, int, torch.device], tuple[torch.Tensor, ...]] = {}
         self.planned: dict[tuple[int, int, int], _Rows | None] = {}
 
     # --- hooks ---------------------------------------------------------------------------------
 
     def install(self) -> None:
-        decoder = self.sites.decoder
-        self.permanent = [
-            self.sites.embedding.register_forward_pre_hook(self._see_ids),
-            decoder.register_forward_pre_hook(self._before, with_kwargs=True),
-            decoder.register_forward_hook(self._after, always_call=True),
-        ]
+        decoder, keep = self.sites.decoder, self.permanent.append  # one by one: an install may fail half way
+        keep(self.sites.embedding.register_forward_pre_hook(self._see_ids))
+        keep(decoder.register_forward_pre_hook(self._before, with_kwargs=True))
+        keep(decoder.register_forward_hook(self._after, always_call=True))
 
     def remove(self) -> None:
         for handle in (*self.passing, *self.permanent):
@@ -147,9 +154,8 @@ class _Block:
         self.rows = self._plan_rows(start, min(tokens, max(0, self.length - start)), copies)
         if self.rows is not None:
             self.fired = set()
-            self.passing = [
-                self.sites[place].module.register_forward_hook(self._editor(place)) for place in self.plan.edits
-            ]
+            for place in self.plan.edits:
+                self.passing.append(self.sites[place].module.register_forward_hook(self._editor(place)))
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Unhook the sites and make sure that everything planned has happened."""
@@ -177,10 +183,9 @@ class _Block:
             self._refuse_foreign()
             if self.rows is None:
                 return
-            samples, places, strengths = self._rows_on(output.device, dtype)
-            edit_rows(
-                site.layout.view(output), (samples, places), strengths, self.plan.edit_on(place, output.device, dtype)
-            )
+            samples, places, strengths = self.rows.on(output.device, dtype)
+            matrices = self.plan.edit_on(place, output.device, dtype)
+            edit_rows(site.layout.view(output), (samples, places), strengths, matrices)
             self.fired.add(place)
 
         return edit
@@ -268,16 +273,6 @@ class _Block:
             (places + start).repeat_interleave(copies),
         )
 
-    def _rows_on(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        rows = self.rows
-        if rows is None:
-            raise SteeringError("no pass is being edited")
-        key = (id(rows), 0, 0, device)
-        if key not in self.moved:
-            parts = (rows.samples, rows.places, rows.strengths.to(dtype))
-            self.moved[key] = tuple(part.to(device, non_blocking=True) for part in parts)
-        return self.moved[key]
-
     # --- after a pass ----------------------------------------------------------------------------
 
     def _check_pass(self, rows: _Rows, seen: torch.Tensor | None) -> None:
@@ -300,9 +295,10 @@ class _Block:
 
     def _record(self, rows: _Rows) -> None:
         self.trace.edited_passes += 1
-        for origin, slot in zip(rows.origin.tolist(), rows.slots.tolist(), strict=True):
-            if slot not in self.trace.positions[origin]:
-                self.trace.positions[origin].append(slot)
+        if rows not in self.recorded:
+            self.recorded.append(rows)
+            self.edited[rows.origin, rows.slots] = True
+            self.trace.positions = [row.nonzero().flatten().tolist() for row in self.edited]
         self.trace.layers = sorted({layer for layer, _ in self.fired})
         self.trace.channels = sorted({channel for _, channel in self.fired})
 

@@ -1,0 +1,93 @@
+"""Tiny random models of every family the library is tested with. No weights are downloaded."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import nn
+
+VOCABULARY = 96
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def _causal(config_class: str, model_class: str, **changes: Any) -> Callable[[], nn.Module]:
+    def build() -> nn.Module:
+        config = getattr(tf, config_class)(**{**_COMMON, **changes})
+        return getattr(tf, model_class)(config)
+
+    return build
+
+
+def _gemma3_multimodal() -> nn.Module:
+    text = {**_COMMON, "head_dim": 16, "sliding_window": 4, "layer_types": _SLIDING}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
+    config = tf.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=90, boi_token_index=91
+    )
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
+_SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+FAMILIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": _causal("LlamaConfig", "LlamaForCausalLM"),
+    "mistral": _causal("MistralConfig", "MistralForCausalLM", sliding_window=4),
+    "mixtral": _causal("MixtralConfig", "MixtralForCausalLM", num_local_experts=4),
+    "qwen2": _causal("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": _causal("Qwen3Config", "Qwen3ForCausalLM", head_dim=16),
+    "qwen3_moe": _causal("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=16, **_MOE),
+    "gemma2": _causal("Gemma2Config", "Gemma2ForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING),
+    "gemma3_text": _causal("Gemma3TextConfig", "Gemma3ForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING),
+    "gemma3": _gemma3_multimodal,
+    "phi3": _causal("Phi3Config", "Phi3ForCausalLM"),
+    "olmo2": _causal("Olmo2Config", "Olmo2ForCausalLM"),
+    "granite": _causal("GraniteConfig", "GraniteForCausalLM", attention_multiplier=0.25),
+    "cohere": _causal("CohereConfig", "CohereForCausalLM", use_qk_norm=True),
+    "smollm3": _causal("SmolLM3Config", "SmolLM3ForCausalLM", no_rope_layers=[1, 0, 1]),
+    "gpt_oss": _causal("GptOssConfig", "GptOssForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING, num_local_experts=4),
+    "gpt_neox": _causal("GPTNeoXConfig", "GPTNeoXForCausalLM"),
+}
+
+
+@cache
+def _built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = FAMILIES[name]().float().eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            # Random norms, too: with weights of 1 a norm and its input could be mistaken for each other.
+            noise = torch.randn_like(parameter)
+            parameter.copy_(1 + 0.3 * noise if key.endswith("norm.weight") else 0.25 * noise)
+    model.generation_config.eos_token_id = None  # tests compare fixed numbers of tokens
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+def tiny_model(name: str) -> nn.Module:
+    """A fresh copy of the tiny model of a family; the same numbers every time."""
+    return copy.deepcopy(_built(name))
