@@ -9,7 +9,6 @@ from torch import nn
 
 from prism_delta import Batch, Plan, find_sites
 
-
 _DEFAULT = {2: 1.0, 3: 1.0, 6: -0.5}
 
 
@@ -34,9 +33,7 @@ def scaling_plan(model: nn.Module, gain: float, channel: str) -> Plan:
     return Plan.from_matrices(matrices, model=model)
 
 
-def random_batch(
-    rows: int = 1, tokens: int = 9, highlighted: dict[int, float] | None = None, seed: int = 0
-) -> Batch:
+def random_batch(rows: int = 1, tokens: int = 9, highlighted: dict[int, float] | None = None, seed: int = 0) -> Batch:
     """Random token ids (never padding); `highlighted` maps token slots to strengths, in every row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(5, 80, (rows, tokens), generator=generator)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import DynamicCache
+
 from families import tiny_model
 from helpers import (
     edited_keys,
@@ -16,8 +18,6 @@ from helpers import (
     random_plan,
     scaling_plan,
 )
-from transformers import DynamicCache
-
 from prism_delta import Batch, find_sites, steer
 
 CLOSE = {"rtol": 1e-4, "atol": 2e-5}
@@ -264,7 +264,7 @@ def test_hooks_are_gone_after_an_error_inside_a_pass(family: str) -> None:
     model = tiny_model(family)
     plan, batch = random_plan(model), random_batch()
     before = hook_count(model)
-    last = [site for site in find_sites(model)][-1].module
+    last = list(find_sites(model))[-1].module
     handle = last.register_forward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), steer(model, plan, batch):
         forward(model, batch)

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import tiny_model
-from helpers import forward, generate, hook_count, random_batch, random_plan, scaling_plan
 from torch import nn
 from transformers import DynamicCache, StaticCache
 
+from families import tiny_model
+from helpers import forward, generate, hook_count, random_batch, random_plan, scaling_plan
 from prism_delta import Batch, Plan, find_sites, steer
 from prism_delta.errors import BatchError, PlanMismatchError, SteeringError, UnsupportedModelError
 

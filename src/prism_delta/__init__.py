@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .sites import find_sites
     from .steering import Trace, steer
 
+
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that `import prism_delta` costs nothing."""
     if name not in _PLACES:
@@ -54,6 +55,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f".{_PLACES[name]}", __name__), name)
     globals()[name] = value
     return value
+
 
 def __dir__() -> list[str]:
     return __all__

@@ -113,9 +113,7 @@ def _parse(target: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     try:
         header = json.loads(metadata[_KEY])
     except (KeyError, ValueError) as error:
-        raise ArtifactError(
-            f"{target} is a safetensors file but was not written by prism-delta (no header)"
-        ) from error
+        raise ArtifactError(f"{target} is a safetensors file but was not written by prism-delta (no header)") from error
     if not isinstance(header, dict):
         raise ArtifactError(f"{target} has a damaged header")
     return header

@@ -68,9 +68,7 @@ class Batch:
         return int((self.strengths != 0).sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        return replace(
-            self, input_ids=self.input_ids.to(device), attention_mask=self.attention_mask.to(device)
-        )
+        return replace(self, input_ids=self.input_ids.to(device), attention_mask=self.attention_mask.to(device))
 
     def __len__(self) -> int:
         return int(self.input_ids.shape[0])
@@ -120,9 +118,7 @@ def _as_prompt(item: Prompt | str) -> Prompt:
     return Prompt.parse(item) if isinstance(item, str) else item
 
 
-def _encode_one(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, rule: TokenRule
-) -> tuple[list[int], list[float]]:
+def _encode_one(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, rule: TokenRule) -> tuple[list[int], list[float]]:
     ids, offsets = tokenize_with_offsets(prompt.text, tokenizer, special_tokens=prompt.special_tokens)
     if not ids:
         raise TokenizerError(f"the tokenizer made no tokens of {prompt.text[:40]!r}")
@@ -144,9 +140,7 @@ def tokenize_with_offsets(
             "the batch yourself with Batch.from_ids"
         )
     # verbose=False: the length check belongs to the caller, not to a warning on stderr.
-    encoded: Any = tokenizer(
-        text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False
-    )
+    encoded: Any = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False)
     return list(encoded["input_ids"]), [(int(a), int(b)) for a, b in encoded["offset_mapping"]]
 
 

@@ -35,9 +35,7 @@ def render_chat(
     if not messages:
         raise PromptError("the chat is empty; give at least one message")
     if not getattr(tokenizer, "chat_template", None) and "chat_template" not in options:
-        raise ChatTemplateError(
-            "this tokenizer has no chat template; use a plain prompt, or pass chat_template=..."
-        )
+        raise ChatTemplateError("this tokenizer has no chat template; use a plain prompt, or pass chat_template=...")
     marker = _Bracketer(read_spans)
     bracketed = [_map_content(message, marker.bracketed) for message in messages]
     clean = [_map_content(message, marker.clean) for message in messages]

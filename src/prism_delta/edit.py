@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -78,7 +78,7 @@ class Edit:
 
     @property
     def form(self) -> str:
-        """"scalar", "low-rank" or "dense"."""
+        """ "scalar", "low-rank" or "dense"."""
         return "dense" if self.dense is not None else "scalar" if self.left is None else "low-rank"
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -87,7 +87,7 @@ class Edit:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Edit:
         moved = {name: tensor.to(device, dtype) for name, tensor in self.tensors().items()}
-        return replace(self, **moved)
+        return Edit(dim=self.dim, **moved)
 
     def matrix(self) -> torch.Tensor:
         """M as [head, dim, dim]."""
@@ -109,9 +109,7 @@ class Edit:
         return delta
 
 
-def edit_rows(
-    view: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], strengths: torch.Tensor, edit: Edit
-) -> None:
+def edit_rows(view: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor], strengths: torch.Tensor, edit: Edit) -> None:
     """x' = x + s * (x @ M), in place, for the rows (sample, token) of a [batch, token, head, dim] view.
 
     Rows are computed in the precision of `edit` and rounded once, so half-precision models lose nothing

@@ -100,9 +100,7 @@ def _questions(triplet: Triplet) -> tuple[str | None, str, str]:
     return None, triplet.relevant, triplet.irrelevant
 
 
-def _unusable(
-    ids: Sequence[list[int]], rows: Sequence[list[int]], max_length: int | None
-) -> str | None:
+def _unusable(ids: Sequence[list[int]], rows: Sequence[list[int]], max_length: int | None) -> str | None:
     if not all(rows):
         return "no answer token"
     if len({len(places) for places in rows}) > 1:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from .batch import Batch, encode
-from .capturing import capture
 from .errors import ParameterError, PromptError, PromptTooLongError
 from .examples import CaptureOptions
 from .markup import Markup
@@ -92,7 +91,8 @@ class Highlighter:
         Further options go to transformers' `generate`.
         """
         single = isinstance(prompts, str | Prompt)
-        items = [_as_prompt(item, markup) for item in ([prompts] if single else prompts)]  # type: ignore[list-item]
+        given = [prompts] if isinstance(prompts, str | Prompt) else prompts
+        items = [_as_prompt(item, markup) for item in given]
         if not items:
             raise PromptError("no prompts given; give at least one")
         order = sorted(range(len(items)), key=lambda i: len(items[i].text))
@@ -115,9 +115,7 @@ class Highlighter:
         """The assistant's reply to messages whose contents may hold highlights."""
         return self.generate(self.chat_prompt(messages, markup=markup, **dict(template_options or {})), **options)
 
-    def chat_prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, markup: Markup = "stars", **options: Any
-    ) -> Prompt:
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], *, markup: Markup = "stars", **options: Any) -> Prompt:
         """The rendered chat with its spans."""
         return Prompt.chat(messages, self.tokenizer, markup, **options)
 
@@ -134,7 +132,7 @@ class Highlighter:
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         batch = self._encode([_as_prompt(prompt, markup)], max_new_tokens)
-        streamer = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer: Any = TextIteratorStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True)
         closed = threading.Event()
         failure: Queue[BaseException] = Queue()
 
@@ -145,7 +143,9 @@ class Highlighter:
 
         def work() -> None:
             try:
-                self._run(batch, strength, max_new_tokens, {**options, "streamer": streamer, "stopping_criteria": criteria})
+                self._run(
+                    batch, strength, max_new_tokens, {**options, "streamer": streamer, "stopping_criteria": criteria}
+                )
             except BaseException as error:  # handed to the reader below
                 failure.put(error)
                 streamer.end()
@@ -200,9 +200,7 @@ class Highlighter:
         texts: list[str] = self.tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
         return texts
 
-    def _run(
-        self, batch: Batch, strength: float, max_new_tokens: int, options: Mapping[str, Any]
-    ) -> torch.Tensor:
+    def _run(self, batch: Batch, strength: float, max_new_tokens: int, options: Mapping[str, Any]) -> torch.Tensor:
         settings: dict[str, Any] = {"do_sample": False, "pad_token_id": self._pad_id(), **options}
         if not settings["do_sample"]:  # a checkpoint's sampling defaults mean nothing to greedy decoding
             settings = {"temperature": None, "top_p": None, "top_k": None, **settings}
@@ -211,7 +209,8 @@ class Highlighter:
 
     def _pad_id(self) -> int | None:
         pad = self.tokenizer.pad_token_id
-        return pad if pad is not None else self.tokenizer.eos_token_id
+        found: int | None = pad if pad is not None else self.tokenizer.eos_token_id
+        return found
 
     def _encode(self, prompts: Sequence[Prompt], new_tokens: int) -> Batch:
         batch = encode(prompts, self.tokenizer, device=self.model.device)

@@ -75,7 +75,9 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
         reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
-        raise ArtifactError(f"{path} is not a .pt file of plain tensors, and is not loaded otherwise: {reason}") from error
+        raise ArtifactError(
+            f"{path} is not a .pt file of plain tensors, and is not loaded otherwise: {reason}"
+        ) from error
     if isinstance(content, torch.Tensor):
         return {"proj": content}
     if not isinstance(content, Mapping):

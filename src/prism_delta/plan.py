@@ -175,7 +175,7 @@ class Plan:
         try:
             for name, tensor in tensors.items():
                 layer, channel, group, part = name.split(".")
-                kind = CHANNELS[CHANNELS.index(channel)]  # type: ignore[arg-type]
+                kind = CHANNELS[CHANNELS.index(channel)]
                 grouped.setdefault(((int(layer), kind), group), {})[part] = tensor
             shape: dict[Place, tuple[int, int]] = {
                 (layer, channel): (heads, dim) for layer, channel, heads, dim in header["shape"]
@@ -195,7 +195,7 @@ class Plan:
 
 
 def _text(shape: Mapping[int, tuple[int, int]]) -> str:
-    """"30 layers of 3 heads x 64"."""
+    """ "30 layers of 3 heads x 64"."""
     sizes = sorted(set(shape.values()))
     parts = [
         f"{sum(size == other for other in shape.values())} layers of {size[0]} heads x {size[1]}" for size in sizes

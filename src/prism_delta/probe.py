@@ -16,8 +16,7 @@ from .sites import CHANNELS, Adapter, Channel, Layout, Site, Sites
 
 _TOKENS = 6
 _HOW_TO = (
-    "If this family does have such a place, add an entry to prism_delta.sites.ADAPTERS "
-    "(docs: 'Adding a model family')."
+    "If this family does have such a place, add an entry to prism_delta.sites.ADAPTERS (docs: 'Adding a model family')."
 )
 
 
@@ -160,7 +159,7 @@ def _recording_cache(model: nn.Module, layers: Mapping[int, _Layer]) -> Any:
         raise UnsupportedModelError(
             f"{type(model).__name__} has no transformers config; expected a transformers causal language model"
         )
-    cache = DynamicCache(config=config.get_text_config(decoder=True))
+    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
     plain_update = cache.update
 
     def update(keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
@@ -173,7 +172,8 @@ def _recording_cache(model: nn.Module, layers: Mapping[int, _Layer]) -> Any:
 
 
 def _embedding(model: nn.Module) -> nn.Module:
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    getter: Any = getattr(model, "get_input_embeddings", None)
+    embedding = getter() if getter is not None else None
     if not isinstance(embedding, nn.Module):
         raise UnsupportedModelError(f"{type(model).__name__} has no input embeddings; expected a language model")
     return embedding
@@ -244,9 +244,7 @@ def _by_adapter(layer: _Layer, channel: Channel, adapter: Adapter) -> tuple[_Cal
         return None
     name, layout = places[channel]
     for call in layer.calls:
-        if call.name == f"{layer.name}.{name}" and _agrees(
-            layout.view(call.output), layer.cached[channel], channel
-        ):
+        if call.name == f"{layer.name}.{name}" and _agrees(layout.view(call.output), layer.cached[channel], channel):
             return call, layout
     raise UnsupportedModelError(
         f"the adapter for {type(layer.module).__name__} says {name} puts out the {channel} of layer {layer.index}, "

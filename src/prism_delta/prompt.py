@@ -35,9 +35,7 @@ class Span:
         if not math.isfinite(self.strength):
             raise SpanError(f"span strength must be finite, found {self.strength}")
         if not 0 <= self.start < self.end:
-            raise SpanError(
-                f"span [{self.start}, {self.end}) is not a range of characters; expected 0 <= start < end"
-            )
+            raise SpanError(f"span [{self.start}, {self.end}) is not a range of characters; expected 0 <= start < end")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +65,9 @@ class Prompt:
             if not isinstance(span, Span):
                 raise SpanError(f"spans must be Span objects, found {span!r}")
             if span.end > len(text):
-                raise SpanError(
-                    f"span [{span.start}, {span.end}) is out of range: the text has {len(text)} characters"
-                )
+                raise SpanError(f"span [{span.start}, {span.end}) is out of range: the text has {len(text)} characters")
             if not text[span.start : span.end].strip():
-                raise SpanError(
-                    f"span [{span.start}, {span.end}) holds only white space; highlight visible characters"
-                )
+                raise SpanError(f"span [{span.start}, {span.end}) holds only white space; highlight visible characters")
 
     @classmethod
     def parse(cls, text: str, markup: Markup = "stars", *, special_tokens: bool = True) -> Prompt:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -46,7 +46,8 @@ class Layout:
         if self.kind == "head_major":
             return output.transpose(1, 2)
         columns = output[..., self.start : self.start + self.heads * self.stride]
-        return columns.unflatten(-1, (self.heads, self.stride))[..., self.inner : self.inner + self.dim]
+        by_head = columns.view(*columns.shape[:-1], self.heads, self.stride)
+        return by_head[..., self.inner : self.inner + self.dim]
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ ADAPTERS: dict[str, Adapter] = {}
 What an adapter says is verified by the same probe."""
 
 _found: weakref.WeakKeyDictionary[nn.Module, Sites] = weakref.WeakKeyDictionary()
+_ITSELF = nn.Identity()  # stands for a decoder that is the model: a strong reference would keep its own key alive
 
 
 def find_sites(model: nn.Module) -> Sites:
@@ -127,20 +129,13 @@ def find_sites(model: nn.Module) -> Sites:
     """
     known = _found.get(model)
     if known is not None and _still_there(model, known):
-        return known
+        return replace(known, decoder=model) if known.decoder is _ITSELF else known
     refuse_compiled(model)
     from .probe import probe_sites
 
     sites = probe_sites(model, ADAPTERS)
-    _found[model] = _without_model(sites, model)
+    _found[model] = replace(sites, decoder=_ITSELF) if sites.decoder is model else sites
     return sites
-
-
-def _without_model(sites: Sites, model: nn.Module) -> Sites:
-    # A decoder that is the model itself would keep its own weak key alive: a leak of the whole model.
-    if sites.decoder is not model:
-        return sites
-    return Sites(sites.by_place, sites.skipped, weakref.proxy(model), sites.decoder_name, sites.embedding)
 
 
 def _still_there(model: nn.Module, sites: Sites) -> bool:

@@ -46,9 +46,7 @@ def cached_moments(
     return moments
 
 
-def moments_path(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: str, options: CaptureOptions
-) -> Path:
+def moments_path(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: str, options: CaptureOptions) -> Path:
     """Where the cache keeps them; any difference in what they depend on gives another file."""
     identity = model_identity(model)
     dtype = str(getattr(model, "dtype", ""))

@@ -59,9 +59,7 @@ def rank_by_energy(values: torch.Tensor, gamma: float, energy: Energy) -> torch.
     return torch.minimum(wanted, (values > floor).sum(-1))
 
 
-def discriminability(
-    count: int, norm_sum: torch.Tensor, square_sum: torch.Tensor, score: Score
-) -> torch.Tensor:
+def discriminability(count: int, norm_sum: torch.Tensor, square_sum: torch.Tensor, score: Score) -> torch.Tensor:
     """D [head] from N, the sums of ||h+ - h-|| and of its square.
 
     mean_norm is the paper's formula; frobenius, ||H+ - H-||_F / N, is what the published code computes

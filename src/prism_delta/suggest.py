@@ -7,6 +7,6 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """", did you mean 'x'?" if something is near, else nothing."""
+    """ ", did you mean 'x'?" if something is near, else nothing."""
     near = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f", did you mean {near[0]!r}?" if near else ""

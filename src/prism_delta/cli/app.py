@@ -204,13 +204,14 @@ def doctor(
 
 def _load(model: str, device: str | None, dtype: str) -> tuple[Any, Any]:
     import torch
-    from transformers.utils import logging as transformers_logging
+    from transformers.utils import logging
 
     from ..models import load_model
 
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype not in known:
         raise ParameterError(f"--dtype must be one of {', '.join(known)}, found {dtype!r}")
+    transformers_logging: Any = logging
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:

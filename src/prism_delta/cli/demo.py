@@ -14,7 +14,11 @@ from .output import console, marked, print_json
 
 PROMPTS = (
     ("Anna was a nurse. **She is now a pilot.** Anna works as a", " pilot", " nurse"),
-    ("The meeting was planned for Monday. **It was moved to Friday.** The meeting takes place on", " Friday", " Monday"),
+    (
+        "The meeting was planned for Monday. **It was moved to Friday.** The meeting takes place on",
+        " Friday",
+        " Monday",
+    ),
     ("Tom's bike was red. **He painted it blue.** Today the colour of Tom's bike is", " blue", " red"),
 )
 
@@ -38,9 +42,8 @@ def run_demo(loaded: tuple[Any, Any], name: str, json: bool) -> None:
         out.print(table)
         out.print()
     edited = highlighter.plan.describe()["channels"].get("key", {})
-    out.print(
-        f"{name}: keys of {edited.get('heads')} of {edited.get('of_heads')} heads edited, for the highlighted tokens only."
-    )
+    heads = f"{edited.get('heads')} of {edited.get('of_heads')}"
+    out.print(f"{name}: keys of {heads} heads edited, for the highlighted tokens only.")
     out.print("Try next:")
     for command in (
         'prism generate "Anna was a nurse. **She is now a pilot.** Anna works as a" --compare -n 12',

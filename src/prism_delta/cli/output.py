@@ -55,7 +55,9 @@ def marked(prompt: Prompt) -> Text:
         text.stylize("bold yellow", span.start, span.end)
     if not console().is_terminal:
         for span in sorted(prompt.spans, key=lambda item: -item.start):
-            text = Text(text.plain[: span.start] + "[" + text.plain[span.start : span.end] + "]" + text.plain[span.end :])
+            text = Text(
+                text.plain[: span.start] + "[" + text.plain[span.start : span.end] + "]" + text.plain[span.end :]
+            )
     return text
 
 
@@ -70,7 +72,9 @@ def print_generation(prompt: Prompt, texts: Mapping[float, str], json: bool) -> 
     else:
         table = Table(show_lines=False, expand=False)
         for strength in texts:
-            table.add_column("plain" if strength == 0 else f"highlighted, strength {strength:g}", overflow="fold", ratio=1)
+            table.add_column(
+                "plain" if strength == 0 else f"highlighted, strength {strength:g}", overflow="fold", ratio=1
+            )
         table.add_row(*(Text(text.strip()) for text in texts.values()))
         out = console()
         out.print(marked(prompt))

@@ -53,7 +53,10 @@ def _show_moments(moments: Moments, json: bool) -> None:
     scores = {
         channel: {
             layer: discriminability(
-                moments.count, moments[layer, channel].contrast_norm, moments[layer, channel].contrast_square, "frobenius"
+                moments.count,
+                moments[layer, channel].contrast_norm,
+                moments[layer, channel].contrast_square,
+                "frobenius",
             )
             for layer in moments.layers(channel)
         }
@@ -78,5 +81,7 @@ def _heat_map(title: str, rows: dict[int, torch.Tensor]) -> None:
     for layer, row in rows.items():
         shares = (torch.nan_to_num(row) / top).clamp(0, 1)
         cells = "".join(2 * _SHADES[0 if share == 0 else 1 + min(3, int(share * 4))] for share in shares.tolist())
-        numbers = " ".join(f"{value:.3g}" for value in row.tolist()) if len(row) <= 8 else f"mean {float(row.mean()):.3g}"
+        numbers = (
+            " ".join(f"{value:.3g}" for value in row.tolist()) if len(row) <= 8 else f"mean {float(row.mean()):.3g}"
+        )
         out.print(Text(f"{layer:>4} |{cells}| {numbers}"))

@@ -49,7 +49,8 @@ class Method(ABC):
         for name in values:
             if name not in known:
                 raise ParameterError(
-                    f"{self.name} has no parameter {name!r}{did_you_mean(name, known)}; it has {', '.join(known) or 'none'}"
+                    f"{self.name} has no parameter {name!r}{did_you_mean(name, known)}; "
+                    f"it has {', '.join(known) or 'none'}"
                 )
         return self.params_type(**values)
 
@@ -79,7 +80,7 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
             raise ParameterError(f"{name} must be one of {', '.join(map(str, choices))}, found {value!r}")
         return value
     if type(None) in choices:  # X | None
-        if value is None or value in ("none", "None") and "none" not in get_args(choices[0]):
+        if value is None or (value in ("none", "None") and "none" not in get_args(choices[0])):
             return None
         return _coerce(name, value, choices[0])
     if kind is float:

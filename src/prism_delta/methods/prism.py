@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -70,7 +70,7 @@ class PrismParams(MethodParams):
 class Prism(Method):
     name = "prism"
     title = "PRISM-Δ"
-    params_type = PrismParams
+    params_type: ClassVar[type[PrismParams]] = PrismParams
     projection = "differential SVD"
     head_selection = "softplus, threshold or share"
     order = 1
@@ -86,9 +86,7 @@ class Prism(Method):
         return Plan(edits, {place: moments[place].shape for place in moments}, stats)
 
 
-def _channel_edits(
-    moments: Moments, channel: Channel, params: PrismParams
-) -> dict[int, tuple[Edit, HeadStats]]:
+def _channel_edits(moments: Moments, channel: Channel, params: PrismParams) -> dict[int, tuple[Edit, HeadStats]]:
     layers = select_layers(params.layers, moments.layers(channel))
     scores = {layer: _score(moments, moments[layer, channel], params) for layer in layers}
     gates = _gates(scores, params)
@@ -103,9 +101,7 @@ def _channel_edits(
 
 
 def _score(moments: Moments, item: HeadMoments, params: PrismParams) -> torch.Tensor:
-    return discriminability(
-        moments.count, item.contrast_norm, item.contrast_square, params.score or "frobenius"
-    )
+    return discriminability(moments.count, item.contrast_norm, item.contrast_square, params.score or "frobenius")
 
 
 def _gates(scores: dict[int, torch.Tensor], params: PrismParams) -> dict[int, torch.Tensor]:
@@ -113,7 +109,7 @@ def _gates(scores: dict[int, torch.Tensor], params: PrismParams) -> dict[int, to
     if params.keep is not None and scores:
         sizes = [len(item) for item in scores.values()]
         mask = top_share(torch.cat(list(scores.values())), params.keep)
-        return dict(zip(scores, mask.split(sizes), strict=True))
+        return dict(zip(scores, torch.split(mask, sizes), strict=True))
     if params.gate == "threshold":
         return {layer: item >= params.delta_min for layer, item in scores.items()}
     return {layer: torch.ones_like(item, dtype=torch.bool) for layer, item in scores.items()}

@@ -13,7 +13,7 @@ from .prism import Prism, PrismParams
 class ScaleParams(PrismParams):
     """As `prism` with P = I; the gates choose heads by the same D. By default every head, uniformly."""
 
-    projection: Literal["identity"] = param("identity", "the whole space, always")  # type: ignore[assignment]
+    projection: Literal["identity"] = param("identity", "the whole space, always")
     gate: Literal["none", "threshold"] | None = param("none", "threshold turns heads with D < delta_min off")
     weighting: Literal["softplus", "uniform"] | None = param("uniform", "w = softplus(D - delta_min), or 1")
 
