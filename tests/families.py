@@ -11,7 +11,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-VOCABULARY = 96
+VOCABULARY = 512
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -62,16 +62,85 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "qwen3": _causal("Qwen3Config", "Qwen3ForCausalLM", head_dim=16),
     "qwen3_moe": _causal("Qwen3MoeConfig", "Qwen3MoeForCausalLM", head_dim=16, **_MOE),
     "gemma2": _causal("Gemma2Config", "Gemma2ForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING),
-    "gemma3_text": _causal("Gemma3TextConfig", "Gemma3ForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING),
+    "gemma3_text": _causal(
+        "Gemma3TextConfig", "Gemma3ForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING
+    ),
     "gemma3": _gemma3_multimodal,
     "phi3": _causal("Phi3Config", "Phi3ForCausalLM"),
     "olmo2": _causal("Olmo2Config", "Olmo2ForCausalLM"),
     "granite": _causal("GraniteConfig", "GraniteForCausalLM", attention_multiplier=0.25),
     "cohere": _causal("CohereConfig", "CohereForCausalLM", use_qk_norm=True),
     "smollm3": _causal("SmolLM3Config", "SmolLM3ForCausalLM", no_rope_layers=[1, 0, 1]),
-    "gpt_oss": _causal("GptOssConfig", "GptOssForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING, num_local_experts=4),
+    "gpt_oss": _causal(
+        "GptOssConfig", "GptOssForCausalLM", head_dim=16, sliding_window=4, layer_types=_SLIDING, num_local_experts=4
+    ),
     "gpt_neox": _causal("GPTNeoXConfig", "GPTNeoXForCausalLM"),
 }
+
+
+_HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+
+OTHERS: dict[str, Callable[[], nn.Module]] = {
+    "hybrid convolution": _causal("Lfm2Config", "Lfm2ForCausalLM", layer_types=["conv", "full_attention", "conv"]),
+    "hybrid linear attention": _causal(
+        "Qwen3NextConfig",
+        "Qwen3NextForCausalLM",
+        head_dim=16,
+        layer_types=_HYBRID,
+        shared_expert_intermediate_size=16,
+        linear_num_value_heads=2,
+        linear_num_key_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        **_MOE,
+    ),
+    "hybrid mamba": _causal("JambaConfig", "JambaForCausalLM", attn_layer_period=2, attn_layer_offset=1, num_experts=2),
+    "shared keys": _causal(
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        num_hidden_layers=4,
+        head_dim=16,
+        num_kv_shared_layers=2,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=4,
+        vocab_size_per_layer_input=VOCABULARY,
+        hidden_size_per_layer_input=8,
+        laurel_rank=4,
+        altup_num_inputs=2,
+        activation_sparsity_pattern=None,
+    ),
+    "compressed keys": _causal(
+        "DeepseekV3Config",
+        "DeepseekV3ForCausalLM",
+        num_key_value_heads=4,
+        kv_lora_rank=8,
+        q_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=3,
+    ),
+    "norm after rope": _causal("HunYuanDenseV1Config", "HunYuanDenseV1ForCausalLM", head_dim=16),
+    "norm shared by query and key": _causal(
+        "Llama4TextConfig", "Llama4ForCausalLM", head_dim=16, num_local_experts=2, intermediate_size_mlp=32
+    ),
+    "no attention": _causal("MambaConfig", "MambaForCausalLM"),
+    "encoder and decoder": _causal(
+        "T5Config", "T5ForConditionalGeneration", d_model=32, d_kv=8, num_layers=2, num_heads=4
+    ),
+}
+"""Models that are steerable in part, or not at all."""
+
+
+def build(name: str) -> nn.Module:
+    """A tiny random model of OTHERS."""
+    torch.manual_seed(0)
+    return OTHERS[name]().float().eval()
 
 
 @cache

@@ -55,7 +55,7 @@ def capture(
         raise CaptureError(f"none of {len(triplets)} triplets gives rows: {skipped}")
     sites = find_sites(model)
     sums = {(site.layer, site.channel): HeadMoments.zeros(*site.shape) for site in sites}
-    count = _run(sites, examples, sums, batch_tokens, progress)
+    count, dtype = _run(sites, examples, sums, batch_tokens, progress)
     header = {
         "model": model_identity(model),
         "tokenizer": tokenizer_hash(tokenizer),
@@ -63,7 +63,7 @@ def capture(
         "options": options.describe(),
         "triplets": len(examples),
         "skipped": sum(skipped.values()),
-        "dtype": str(next(iter(sites)).dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
     moments = Moments(count, sums, header)
     moments.check_finite()
@@ -85,12 +85,12 @@ def _run(
     sums: dict[tuple[int, Channel], HeadMoments],
     batch_tokens: int,
     progress: bool,
-) -> int:
-    """Stream windows of examples through the decoder; returns N."""
+) -> tuple[int, torch.dtype]:
+    """Stream windows of examples through the decoder; returns N and the precision of the model's numbers."""
     from tqdm.auto import tqdm
 
     ordered = sorted(examples, key=lambda example: example.length)
-    count = 0
+    count, dtype = 0, torch.float32
     with tqdm(total=3 * len(ordered), desc="capture", unit="prompt", disable=None if progress else True) as bar:
         for begin in range(0, len(ordered), _WINDOW):
             window = _Window(sites, ordered[begin : begin + _WINDOW])
@@ -99,8 +99,8 @@ def _run(
                     window.forward(batch)
                     bar.update(len(batch))
             window.add_to(sums)
-            count += window.rows
-    return count
+            count, dtype = count + window.rows, window.dtype
+    return count, dtype
 
 
 class _Window:
@@ -122,6 +122,7 @@ class _Window:
         self.found = {
             (site.layer, site.channel): torch.empty(3, self.rows, *site.shape, dtype=torch.float32) for site in sites
         }
+        self.dtype = torch.float32  # of the model's own numbers, seen in the first pass
         self.take: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
         self.put: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
@@ -164,6 +165,7 @@ class _Window:
         buffer = self.found[site.layer, site.channel]
 
         def collect(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+            self.dtype = output.dtype
             samples, places = (part.to(output.device) for part in self.take)
             buffer[self.put] = site.layout.view(output)[samples, places].to("cpu", torch.float32)
 
@@ -172,7 +174,7 @@ class _Window:
     def add_to(self, sums: dict[tuple[int, Channel], HeadMoments]) -> None:
         for site in self.sites:
             neutral, positive, negative = self.found[site.layer, site.channel]
-            negative = _without_rounding(positive, negative, site.dtype)
+            negative = _without_rounding(positive, negative, self.dtype)
             sums[site.layer, site.channel].add_rows(neutral, positive, negative)
 
 
@@ -182,6 +184,8 @@ def _without_rounding(positive: torch.Tensor, negative: torch.Tensor, dtype: tor
     Keys of layer 0 depend on the token alone, so their contrast is 0; matrix products of different batch
     shapes round differently and would leave noise there, and an arbitrary subspace of it.
     """
+    # Full precision accumulates many small roundings; half precision rounds rarely, but by a whole step.
+    steps = 16 if torch.finfo(dtype).bits >= 32 else 0.5
     gap = (positive - negative).norm(dim=-1, keepdim=True)
-    same = gap <= 4 * torch.finfo(dtype).eps * positive.norm(dim=-1, keepdim=True)
+    same = gap <= steps * torch.finfo(dtype).eps * positive.norm(dim=-1, keepdim=True)
     return torch.where(same, positive, negative)

@@ -199,6 +199,11 @@ def _match_layer(
     by_place: dict[tuple[int, Channel], Site],
     skipped: dict[tuple[int, str], str],
 ) -> None:
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in layer.cached.values()):
+        raise UnsupportedModelError(
+            f"layer {layer.index} computes NaN or infinite keys or values; the weights are damaged, or overflow in "
+            "this precision: load the model in float32 or bfloat16"
+        )
     adapter = adapters.get(type(layer.module).__name__)
     matches: dict[Channel, tuple[_Call, Layout]] = {}
     for channel in CHANNELS:
@@ -218,10 +223,7 @@ def _match_layer(
     elif "value" not in matches:
         skipped[layer.index, "value"] = "no submodule puts out the cached values"
     for channel, (call, layout) in matches.items():
-        output = call.output
-        by_place[layer.index, channel] = Site(
-            layer.index, channel, call.name, call.module, layout, output.device, output.dtype
-        )
+        by_place[layer.index, channel] = Site(layer.index, channel, call.name, call.module, layout)
 
 
 def _by_structure(layer: _Layer, channel: Channel) -> tuple[_Call, Layout] | None:

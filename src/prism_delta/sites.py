@@ -59,8 +59,6 @@ class Site:
     name: str
     module: nn.Module = field(repr=False, compare=False)
     layout: Layout
-    device: torch.device
-    dtype: torch.dtype
 
     @property
     def shape(self) -> tuple[int, int]:

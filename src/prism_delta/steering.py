@@ -177,12 +177,12 @@ class _Block:
 
     def _editor(self, place: Place) -> Any:
         site = self.sites[place]
-        dtype = torch.promote_types(site.dtype, torch.float32)
 
         def edit(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
             self._refuse_foreign()
             if self.rows is None:
                 return
+            dtype = torch.promote_types(output.dtype, torch.float32)
             samples, places, strengths = self.rows.on(output.device, dtype)
             matrices = self.plan.edit_on(place, output.device, dtype)
             edit_rows(site.layout.view(output), (samples, places), strengths, matrices)

@@ -41,7 +41,7 @@ def report(model: Any, json: bool) -> None:
     if json:
         found = [
             {"layer": s.layer, "channel": s.channel, "module": s.name, "heads": s.layout.heads, "dim": s.layout.dim,
-             "layout": s.layout.kind, "device": str(s.device)}
+             "layout": s.layout.kind}
             for s in sites
         ]  # fmt: skip
         left_out = [{"layer": layer, "what": what, "why": why} for (layer, what), why in sites.skipped.items()]
