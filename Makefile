@@ -14,7 +14,7 @@ demo: .venv/demo.stamp
 	$(BIN)/prism demo
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

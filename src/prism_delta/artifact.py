@@ -97,10 +97,11 @@ def artifact_kind(path: str | os.PathLike[str]) -> str:
 def _check_readable(target: Path, kind: str) -> None:
     try:
         with target.open("rb") as file:
-            start = file.read(4)
+            start = file.read(9)
     except OSError as error:
         raise StorageError(f"cannot read {target}: {error.strerror or error}") from error
-    if start[:2] == b"PK" or start[:1] == b"\x80":
+    # A safetensors file starts with the length of its header, which may look like a pickle; then comes the header.
+    if start[8:] != b"{" and (start[:2] == b"PK" or start[:1] == b"\x80"):
         raise PickleArtifactError(
             f"{target} is a pickle (.pt) file, which can run code when loaded; expected a {kind} file. Projections of "
             "the official release are converted by `prism import FILE.pt`"

@@ -93,6 +93,8 @@ def encode(
     """
     if padding_side not in ("left", "right"):
         raise ParameterError(f"padding_side must be 'left' or 'right', found {padding_side!r}")
+    if truncation not in ("error", "left", "right"):
+        raise ParameterError(f"truncation must be 'error', 'left' or 'right', found {truncation!r}")
     items = [prompts] if isinstance(prompts, Prompt | str) else list(prompts)
     if not items:
         raise BatchError("no prompts to encode; give at least one")
@@ -192,8 +194,6 @@ def _cut(
             f"the prompt has {len(ids)} tokens, {extra} more than allowed ({max_length}); shorten it, or pass "
             "truncation='left' or 'right'"
         )
-    if truncation not in ("left", "right"):
-        raise ParameterError(f"truncation must be 'error', 'left' or 'right', found {truncation!r}")
     kept = slice(extra, None) if truncation == "left" else slice(0, max_length)
     lost = sum(value != 0 for value in strengths) - sum(value != 0 for value in strengths[kept])
     if lost:

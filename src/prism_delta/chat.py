@@ -87,7 +87,7 @@ class _Bracketer:
 
     def bracketed(self, content: str) -> str:
         text, spans = self.read_spans(content)
-        if any(_FIRST <= ord(character) < _FIRST + 2 * _MOST_SPANS for character in text):
+        if spans and any(_FIRST <= ord(character) < _FIRST + 2 * _MOST_SPANS for character in text):
             raise ChatTemplateError("a message holds private-use characters (U+F0000...); remove them first")
         if len(self.strengths) + len(spans) > _MOST_SPANS:
             raise ChatTemplateError(f"more than {_MOST_SPANS} highlights in one chat")
@@ -110,6 +110,7 @@ class _Bracketer:
         """Spans in `expected`, from the brackets in `rendered`; repeated content yields repeated spans."""
         kept: list[str] = []
         opened: dict[int, int] = {}
+        unopened = False
         found: list[tuple[int, RawSpan]] = []
         for character in rendered:
             number, closing = divmod(ord(character) - _FIRST, 2)
@@ -119,7 +120,9 @@ class _Bracketer:
                 opened[number] = len(kept)
             elif number in opened:
                 found.append((number, (opened.pop(number), len(kept), self.strengths[number])))
-        if "".join(kept) != expected or opened:
+            else:
+                unopened = True
+        if "".join(kept) != expected or opened or unopened:
             raise ChatTemplateError(
                 "the chat template changes the highlighted text itself, so its place cannot be known exactly; "
                 "render the chat yourself and pass Prompt(text, spans, special_tokens=False)"

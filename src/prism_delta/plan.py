@@ -137,7 +137,7 @@ class Plan:
             if not edits:
                 continue
             stats = [self.stats[layer, channel] for layer in edits if (layer, channel) in self.stats]
-            on = [item.weight != 0 for item in stats]
+            on = [(item.weight != 0) & (item.rank != 0) for item in stats]
             all_heads = sum(heads for (_, kind), (heads, _) in self.shape.items() if kind == channel)
             channels[channel] = {
                 "layers": len(edits),

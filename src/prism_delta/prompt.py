@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,8 @@ from .markup import Markup, parse_markup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LARGEST = 3.4028234663852886e38  # of float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Span:
                 raise SpanError(f"span {name} must be an integer, found {value!r}")
         if isinstance(self.strength, bool) or not isinstance(self.strength, int | float):
             raise SpanError(f"span strength must be a number, found {self.strength!r}")
-        if not math.isfinite(self.strength):
-            raise SpanError(f"span strength must be finite, found {self.strength}")
+        if not abs(self.strength) <= _LARGEST:  # also false for NaN
+            raise SpanError(f"span strength must be finite, found {str(self.strength)[:20]}")
         if not 0 <= self.start < self.end:
             raise SpanError(f"span [{self.start}, {self.end}) is not a range of characters; expected 0 <= start < end")
 
@@ -61,6 +62,8 @@ class Prompt:
             raise PromptError(f"a prompt is text, found {type(text).__name__}")
         if not text:
             raise PromptError("the prompt is empty; give at least one character")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise PromptError("the prompt holds half a surrogate pair, which is no character; repair its encoding")
         for span in self.spans:
             if not isinstance(span, Span):
                 raise SpanError(f"spans must be Span objects, found {span!r}")

@@ -57,6 +57,7 @@ class Method(ABC):
     def plan(self, moments: Moments, **values: Any) -> Plan:
         """Moments to Plan, by linear algebra alone."""
         params = self.params(**values)
+        moments.check_finite()
         plan = self.make_plan(moments, params)
         header = {
             "method": self.name,
@@ -86,7 +87,7 @@ def _coerce(name: str, value: Any, kind: Any) -> Any:
     if kind is float:
         try:
             number = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if isinstance(value, bool) or not math.isfinite(number):
             raise ParameterError(f"{name} must be a finite number, found {value!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -49,8 +50,10 @@ class PrismParams(MethodParams):
         super().__post_init__()
         if self.gate == "threshold" and self.keep is not None:
             raise ParameterError("gate=threshold and keep are two ways to choose heads; give one")
+        # A convention's way to choose heads gives way to the other way, if that was asked for.
+        replaced = {"gate": self.keep is not None, "keep": self.gate is not None}
         for name, value in CONVENTIONS[self.convention].items():
-            if getattr(self, name) is None and not self._replaced(name):
+            if getattr(self, name) is None and not replaced.get(name):
                 object.__setattr__(self, name, value)
         if self.gate is None:
             object.__setattr__(self, "gate", "none")
@@ -58,10 +61,6 @@ class PrismParams(MethodParams):
             raise ParameterError(f"gamma must lie in (0, 1], found {self.gamma}")
         if self.keep is not None and not 0 < self.keep <= 1:
             raise ParameterError(f"keep must lie in (0, 1], found {self.keep}")
-
-    def _replaced(self, name: str) -> bool:
-        """A convention's way to choose heads gives way to the other way, if that was asked for."""
-        return (name == "gate" and self.keep is not None) or (name == "keep" and self.gate is not None)
 
     def gain(self, channel: Channel) -> float:
         return self.key_gain if channel == "key" else self.value_gain
@@ -132,17 +131,17 @@ def select_layers(spec: str, known: list[int]) -> list[int]:
     if text == "all":
         return known
     for word, pick in (("last", slice(-1, None, -1)), ("first", slice(None))):
-        if text.startswith(word) and text[len(word) :].isdigit() and int(text[len(word) :]):
+        if text.startswith(word) and text[len(word) :].isdecimal() and int(text[len(word) :]):
             return sorted(known[pick][: int(text[len(word) :])])
-    try:
-        chosen: set[int] = set()
-        for part in text.split(","):
-            first, _, last = part.partition("-")
-            chosen.update(range(int(first), int(last or first) + 1))
-    except ValueError:
-        raise ParameterError(f"layers must be all, lastN, firstN or ids such as 3,5,8-11, found {spec!r}") from None
+    chosen: set[int] = set()
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})\s*(?:-\s*(\d{1,6})\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise ParameterError(f"layers must be all, lastN, firstN or ids such as 3,5,8-11, found {spec!r}")
+        chosen.update(range(first, last + 1))
     unknown = sorted(chosen - set(known))
-    if unknown or not chosen:
+    if unknown:
         raise ParameterError(f"no such layers: {unknown}; the moments have {known}")
     return sorted(chosen)
 
