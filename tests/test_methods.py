@@ -348,7 +348,6 @@ SCORES = {0: [0.0, 0.0], 4: [0.5, 0.125], 9: [0.25, 0.5]}
         ({"keep": 0.5, "layers": "0,9"}, {(9, 0), (9, 1)}),
         ({"gate": "threshold", "delta_min": 0.25}, {(4, 0), (9, 0), (9, 1)}),
         ({"gate": "threshold", "delta_min": 0.26}, {(4, 0), (9, 1)}),
-        ({"gate": "threshold", "delta_min": 0.9}, set()),
         ({"gate": "threshold", "delta_min": 0.2, "layers": "first2"}, {(4, 0)}),
     ],
 )
@@ -448,11 +447,19 @@ def test_a_head_without_contrast_is_not_counted_as_edited() -> None:
 
 
 @pytest.mark.parametrize("name", PRISM_FAMILY)
-def test_moments_of_zeros_give_finite_plans(name: str) -> None:
+def test_moments_of_zeros_have_no_direction(name: str) -> None:
     moments = Moments(5, {(0, "key"): HeadMoments.zeros(2, 4), (0, "value"): HeadMoments.zeros(2, 4)})
-    plan = get_method(name).plan(moments)
-    assert (plan.edits == {}) == (name != "scale")
-    assert all(torch.isfinite(plan.matrix(*place)).all() for place in plan.edits)
+    if name == "scale":  # the control needs none
+        assert torch.equal(get_method(name).plan(moments).matrix(0, KEY), torch.eye(4).expand(2, 4, 4))
+    else:
+        with pytest.raises(ParameterError, match="no .* head is left to edit"):
+            get_method(name).plan(moments, gate="none")
+
+
+@pytest.mark.parametrize("name", ["prism", "scale"])
+def test_a_threshold_above_every_head_is_told(name: str) -> None:
+    with pytest.raises(ParameterError, match=r"delta_min 0.9 switches every key head off.*0\.5"):
+        get_method(name).plan(moments_with_scores(SCORES), gate="threshold", delta_min=0.9)
 
 
 @pytest.mark.parametrize("energy", ["sigma", "sigma2"])

@@ -15,7 +15,7 @@ from helpers import random_plan
 from prism_delta import find_sites
 from prism_delta.errors import PlanMismatchError, UnsupportedModelError
 from prism_delta.families import TESTED_FAMILIES
-from prism_delta.probe import match_layout
+from prism_delta.matching import match_layout
 from prism_delta.sites import ADAPTERS, Layout
 
 LAYOUTS = {

@@ -73,6 +73,37 @@ def test_static_cache() -> None:
     torch.testing.assert_close(static, expected, **CLOSE)
 
 
+@pytest.mark.parametrize("return_dict", [True, False])
+def test_a_decode_loop_written_by_hand(return_dict: bool) -> None:
+    model = tiny_model("llama")
+    plan, batch = random_plan(model), random_batch()
+    with steer(model, plan, batch) as trace, torch.no_grad():
+        expected = generate(model, batch, tokens=3)
+        output = model(**batch.inputs, use_cache=True, return_dict=return_dict)
+        for step in range(3):
+            torch.testing.assert_close(output[0][:, -1], expected[step], **CLOSE)
+            cache = output[1] if not return_dict else output.past_key_values
+            token = output[0][:, -1:].argmax(-1)
+            output = model(token, past_key_values=cache, use_cache=True, return_dict=return_dict)
+    assert trace.positions == [[2, 3, 6]]
+
+
+def test_decoding_in_a_second_block_checks_the_cache_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import prism_delta.steering as steering
+
+    model = tiny_model("llama")
+    plan, batch = random_plan(model), random_batch()
+    with steer(model, plan, batch):
+        cache = forward(model, batch, use_cache=True).past_key_values
+    checked = []
+    plain = steering.check_history
+    monkeypatch.setattr(steering, "check_history", lambda *args: (checked.append(1), plain(*args)))
+    with steer(model, plan, batch):
+        for token in (5, 6, 7):
+            model(torch.tensor([[token]]), past_key_values=cache)
+    assert checked == [1]
+
+
 def test_gradients_flow_through_the_edit() -> None:
     model = tiny_model("gemma3_text")
     batch = random_batch()
@@ -81,6 +112,14 @@ def test_gradients_flow_through_the_edit() -> None:
     weight = model.model.layers[0].self_attn.k_proj.weight
     assert weight.grad is not None
     assert bool(weight.grad.any())
+
+
+def test_gradient_checkpointing_is_refused() -> None:
+    model = tiny_model("llama").train()
+    model.gradient_checkpointing_enable()
+    batch = random_batch()
+    with pytest.raises(SteeringError, match="checkpointing"), steer(model, random_plan(model), batch):
+        model(**batch.inputs)
 
 
 # --- what must not pass silently -------------------------------------------------------------------

@@ -27,7 +27,27 @@ _PLACES = {
     "steer": "steering",
 }
 
-__all__ = sorted([*_PLACES, "__version__"])
+__all__ = [
+    "Batch",
+    "CaptureOptions",
+    "Highlighter",
+    "Moments",
+    "Plan",
+    "PrismError",
+    "Prompt",
+    "Span",
+    "Trace",
+    "Triplet",
+    "__version__",
+    "capture",
+    "encode",
+    "find_sites",
+    "get_method",
+    "get_preset",
+    "list_methods",
+    "load_model",
+    "steer",
+]
 
 if TYPE_CHECKING:
     from .batch import Batch, encode

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CAPTURE_VERSION = 1  # raised when the same inputs would give other moments; part of the cache's key
 _WINDOW = 64  # triplets whose rows wait for each other; memory grows with this, not with the data
 
 

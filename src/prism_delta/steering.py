@@ -23,11 +23,11 @@ from .batch import Batch
 from .edit import edit_rows
 from .errors import BatchError, SteeringError, UnsupportedModelError
 from .plan import Place, Plan
+from .rows import TokenRows, check_history, mark_cache
 from .sites import Sites, refuse_compiled
 
 _steered: weakref.WeakKeyDictionary[nn.Module, _Block] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
-_MARK = "_prism_delta_edits"  # on a KV cache: which edits its entries carry
 
 
 @dataclass
@@ -75,25 +75,6 @@ def steer(model: nn.Module, plan: Plan, batch: Batch, *, strength: float = 1.0) 
     block.check_complete()
 
 
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Highlighted tokens of one pass: (sample, place in the pass), strengths, and the slots in the batch."""
-
-    samples: torch.Tensor
-    places: torch.Tensor
-    strengths: torch.Tensor
-    origin: torch.Tensor  # row of the batch each sample comes from
-    slots: torch.Tensor
-    moved: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, ...]] = field(default_factory=dict)
-
-    def on(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """(samples, places, strengths) on a device, moved there once."""
-        if (device, dtype) not in self.moved:
-            parts = (self.samples, self.places, self.strengths.to(dtype))
-            self.moved[device, dtype] = tuple(part.to(device, non_blocking=True) for part in parts)
-        return self.moved[device, dtype]
-
-
 class _Block:
     """The state of one steer block."""
 
@@ -106,16 +87,16 @@ class _Block:
         self.places = {name: number for number, name in enumerate(parameters)}
         self.permanent: list[Any] = []
         self.passing: list[Any] = []  # site hooks of the current pass
-        self.rows: _Rows | None = None
+        self.rows: TokenRows | None = None
         self.fired: set[Place] = set()
         self.span: tuple[int, int, Any] = (0, 0, None)  # slots and cache of the current pass
         self.seen_ids: torch.Tensor | None = None
         self.mismatch: torch.Tensor | None = None
         self.reached = 0
-        self.recorded: list[_Rows] = []
+        self.recorded: list[TokenRows] = []
         self.edited = torch.zeros_like(strengths, dtype=torch.bool)
         self.known_cache: weakref.ref[Any] | None = None
-        self.planned: dict[tuple[int, int, int], _Rows | None] = {}
+        self.planned: dict[tuple[int, int, int], TokenRows | None] = {}
 
     # --- hooks ---------------------------------------------------------------------------------
 
@@ -136,6 +117,11 @@ class _Block:
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Plan the pass; hook the sites if highlighted tokens are in it."""
         self._refuse_foreign()
+        if module.training and getattr(module, "gradient_checkpointing", False) and torch.is_grad_enabled():
+            raise SteeringError(
+                "gradient checkpointing runs layers again after the pass, when their edits are gone; switch it off to "
+                "train while steering"
+            )
         given = self._argument("input_ids", args, kwargs)
         given = self._argument("inputs_embeds", args, kwargs) if given is None else given
         if given is None:
@@ -148,10 +134,14 @@ class _Block:
         self.rows = None
         if start >= self.length and self._is_known(cache):
             return
-        copies = self._copies(samples)
         if start and not self._is_known(cache):
-            self._check_history(cache, min(start, self.length))
-        self.rows = self._plan_rows(start, min(tokens, max(0, self.length - start)), copies)
+            check_history(cache, self.plan.fingerprint, self.strengths[:, :start])
+            self.reached = max(self.reached, min(start, self.length))
+            self.known_cache = weakref.ref(cache)
+        key = (start, tokens, self._copies(samples))
+        if key not in self.planned:
+            self.planned[key] = TokenRows.of_pass(self.strengths, *key)
+        self.rows = self.planned[key]
         if self.rows is not None:
             self.fired = set()
             for place in self.plan.edits:
@@ -166,13 +156,14 @@ class _Block:
         if output is None:  # the pass failed; its own error is on the way
             return
         start, end, cache = self.span
+        cache = _new_cache(output) if cache is None else cache
         if self.rows is not None:
             self._check_pass(self.rows, seen)
             self._record(self.rows)
         if start < self.length:
             self.reached = max(self.reached, min(end, self.length)) if start <= self.reached else self.reached
             if cache is not None:
-                setattr(cache, _MARK, (self.plan.fingerprint, self.strengths))
+                mark_cache(cache, self.plan.fingerprint, self.strengths)
                 self.known_cache = weakref.ref(cache)
 
     def _editor(self, place: Place) -> Any:
@@ -231,51 +222,9 @@ class _Block:
             )
         return copies
 
-    def _check_history(self, cache: Any, start: int) -> None:
-        """A reused cache must hold exactly the edits that this batch asks for in the slots it covers."""
-        fingerprint, held = getattr(cache, _MARK, (self.plan.fingerprint, torch.zeros(1, 0)))
-        wanted = self.strengths[:, :start]
-        padded = torch.zeros(held.shape[0], start)
-        width = min(start, held.shape[1])
-        padded[:, :width] = held[:, :width]
-        if padded.shape[0] not in (1, wanted.shape[0]):
-            raise SteeringError(
-                f"the given KV cache was filled for {padded.shape[0]} prompts, the batch has {wanted.shape[0]}"
-            )
-        same_plan = fingerprint == self.plan.fingerprint or not bool(padded.any())
-        if not same_plan or not torch.equal(padded.expand_as(wanted), wanted):
-            raise SteeringError(
-                f"the given KV cache already holds {start} tokens of this prompt, written with other highlights, "
-                "another strength or another plan (or none); fill it inside a steer block with the same ones, or start "
-                "from an empty cache"
-            )
-        self.reached = max(self.reached, start)
-
-    def _plan_rows(self, start: int, tokens: int, copies: int) -> _Rows | None:
-        key = (start, tokens, copies)
-        if key not in self.planned:
-            self.planned[key] = self._make_rows(*key)
-        return self.planned[key]
-
-    def _make_rows(self, start: int, tokens: int, copies: int) -> _Rows | None:
-        part = self.strengths[:, start : start + tokens]
-        origin, places = part.nonzero(as_tuple=True)
-        if not len(origin):
-            return None
-        values = part[origin, places]
-        # generate() repeats each prompt next to itself: row r becomes rows r * copies ... + copies - 1.
-        samples = (origin[:, None] * copies + torch.arange(copies)).flatten()
-        return _Rows(
-            samples,
-            places.repeat_interleave(copies),
-            values.repeat_interleave(copies),
-            origin.repeat_interleave(copies),
-            (places + start).repeat_interleave(copies),
-        )
-
     # --- after a pass ----------------------------------------------------------------------------
 
-    def _check_pass(self, rows: _Rows, seen: torch.Tensor | None) -> None:
+    def _check_pass(self, rows: TokenRows, seen: torch.Tensor | None) -> None:
         missing = sorted(set(self.plan.edits) - self.fired)
         if missing:
             raise SteeringError(
@@ -293,7 +242,7 @@ class _Block:
         else:  # looked at when the block ends, so that the host need not wait now
             self.mismatch = wrong if self.mismatch is None else self.mismatch | wrong
 
-    def _record(self, rows: _Rows) -> None:
+    def _record(self, rows: TokenRows) -> None:
         self.trace.edited_passes += 1
         if rows not in self.recorded:
             self.recorded.append(rows)
@@ -319,3 +268,9 @@ class _Block:
                 f"{self.trace.passes} passes, up to token {self.reached} of {self.length}); run the model on "
                 "batch.inputs inside the block"
             )
+
+
+def _new_cache(output: Any) -> Any:
+    """The KV cache a pass made because it was given none, whatever form its output has."""
+    parts = output if isinstance(output, tuple) else (getattr(output, "past_key_values", None),)
+    return next((part for part in parts if hasattr(part, "get_seq_length")), None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from .cache import cache_dir
-from .capturing import capture
+from .capturing import CAPTURE_VERSION, capture
 from .errors import ArtifactError
 from .examples import CaptureOptions
 from .fingerprint import model_identity, tokenizer_hash
@@ -50,7 +50,7 @@ def moments_path(model: nn.Module, tokenizer: PreTrainedTokenizerBase, data: str
     """Where the cache keeps them; any difference in what they depend on gives another file."""
     identity = model_identity(model)
     dtype = str(getattr(model, "dtype", ""))
-    known = [identity["weights"], tokenizer_hash(tokenizer), data, options.describe(), dtype, VERSION]
+    known = [identity["weights"], tokenizer_hash(tokenizer), data, options.describe(), dtype, VERSION, CAPTURE_VERSION]
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
     safe = "".join(c if c.isalnum() or c in "-._" else "-" for c in identity["name"])
     return cache_dir() / "moments" / f"{safe}-{key}.moments.safetensors"

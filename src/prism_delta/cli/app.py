@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    context_settings={"max_content_width": 110},
     pretty_exceptions_enable=False,
 )
 
@@ -41,7 +42,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def demo(model: Model = "smollm2-135m", json: Json = False) -> None:
-    """Three prompts on a small model, plain against highlighted. The model is downloaded on first use."""
+    """Three prompts, plain against highlighted.
+
+    The model is downloaded on first use.
+    """
     from .demo import run_demo
 
     run_demo(_load(model, None, "float32"), model, json)
@@ -89,7 +93,7 @@ def plan(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Turn moments into a plan: linear algebra alone, no model is loaded."""
+    """Turn a moments file into a plan, without a model."""
     from ..moments import Moments
     from .output import emit
 
@@ -148,7 +152,7 @@ def show(
     by: Annotated[str, typer.Option(help="What the heat map shows: weight, rank or score.")] = "weight",
     json: Json = False,
 ) -> None:
-    """What a moments or plan file holds: layers, heads, ranks, weights, as a table and a heat map."""
+    """A moments or plan file as a table and a heat map."""
     from .show import show_file
 
     show_file(file, by, json)
@@ -164,7 +168,10 @@ def import_(
     force: Force = False,
     json: Json = False,
 ) -> None:
-    """Convert a projection file of the official release to a plan; its pickle code is never run."""
+    """Convert a projection file of the official release.
+
+    The file is read as plain tensors; code in it is never run.
+    """
     from ..importer import import_projections
     from .output import emit
 
@@ -180,7 +187,7 @@ def ls(
     what: Annotated[str, typer.Argument(help="methods, models, families or presets.")] = "methods",
     json: Json = False,
 ) -> None:
-    """What there is."""
+    """Methods, models, families, presets."""
     from .listing import print_list
 
     print_list(what, json)
@@ -193,7 +200,10 @@ def doctor(
     dtype: Dtype = "float32",
     json: Json = False,
 ) -> None:
-    """What is installed; with a model, what of it can be steered and why the rest cannot."""
+    """What is installed, and what of a model can be steered.
+
+    What cannot be steered is listed with the reason.
+    """
     from .doctor import report
 
     report(_load(model, device, dtype)[0] if model else None, json)

@@ -80,7 +80,10 @@ class Prism(Method):
         for channel in CHANNELS:
             if params.gain(channel) == 0:
                 continue
-            for layer, (edit, stat) in _channel_edits(moments, channel, params).items():
+            found = _channel_edits(moments, channel, params)
+            if all(edit.is_zero for edit, _ in found.values()):
+                raise ParameterError(_nothing_left(channel, params, [stat.score for _, stat in found.values()]))
+            for layer, (edit, stat) in found.items():
                 edits[layer, channel], stats[layer, channel] = edit, stat
         return Plan(edits, {place: moments[place].shape for place in moments}, stats)
 
@@ -97,6 +100,18 @@ def _channel_edits(moments: Moments, channel: Channel, params: PrismParams) -> d
         edit, rank = _edit(moments[layer, channel], moments.count, weight, params, params.gain(channel))
         result[layer] = edit, HeadStats(torch.where(weight == 0, 0, rank), weight, scores[layer])
     return result
+
+
+def _nothing_left(channel: Channel, params: PrismParams, scores: list[torch.Tensor]) -> str:
+    largest = float(torch.cat(scores).max()) if scores else 0.0
+    if params.gate == "threshold" and largest > 0:
+        return (
+            f"delta_min {params.delta_min} switches every {channel} head off: the largest discriminability is "
+            f"{largest:.4g}. It depends on the model and on the number of rows; lower it, or choose heads with keep"
+        )
+    return (
+        f"no {channel} head is left to edit: the largest discriminability in layers {params.layers!r} is {largest:.4g}"
+    )
 
 
 def _score(moments: Moments, item: HeadMoments, params: PrismParams) -> torch.Tensor:
