@@ -70,7 +70,12 @@ def main() -> int:
         content = {"environment": load, "quick": args.quick, "left_out": report.left_out, **report.data}
         collected[name] = content
         folder = RESULTS / "quick" if args.quick else RESULTS
-        write_json(args.out or folder / f"{name}.json", collected if args.out else {"benchmark": name, **content})
+        if args.out:
+            write_json(args.out, collected)
+            continue
+        stem = name if args.model == DEFAULT_MODEL else f"{name}-{args.model.rsplit('/', 1)[-1]}"
+        write_json(folder / f"{stem}.json", {"benchmark": name, **content})
+        (folder / f"{stem}.md").write_text(report.markdown() + "\n", encoding="utf-8")  # docs/generate.py shows it
     return 1 if failed else 0
 
 

@@ -452,7 +452,7 @@ def test_moments_of_zeros_have_no_direction(name: str) -> None:
     if name == "scale":  # the control needs none
         assert torch.equal(get_method(name).plan(moments).matrix(0, KEY), torch.eye(4).expand(2, 4, 4))
     else:
-        with pytest.raises(ParameterError, match="no .* head is left to edit"):
+        with pytest.raises(ParameterError, match="head is left to edit"):
             get_method(name).plan(moments, gate="none")
 
 

@@ -117,7 +117,7 @@ def encode(
 
 
 def _as_prompt(item: Prompt | str) -> Prompt:
-    return Prompt.parse(item) if isinstance(item, str) else item
+    return item if isinstance(item, Prompt) else Prompt.parse(item)
 
 
 def _encode_one(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, rule: TokenRule) -> tuple[list[int], list[float]]:

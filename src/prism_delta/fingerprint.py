@@ -50,6 +50,11 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of the vocabulary, the special tokens and the chat template."""
+    """A hash of the vocabulary, the rules that make tokens of text, the special tokens and the chat template."""
     known: Any = [sorted(tokenizer.get_vocab().items()), tokenizer.all_special_ids, tokenizer.chat_template]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        rules = json.loads(backend.to_str())
+        known += [rules.get(name) for name in ("normalizer", "pre_tokenizer", "post_processor", "added_tokens")]
+        known.append(rules.get("model", {}).get("merges"))
     return hashlib.sha256(json.dumps(known, ensure_ascii=False, default=str).encode()).hexdigest()[:16]

@@ -230,4 +230,4 @@ def make_plan(moments: Moments, method: str, params: Mapping[str, Any]) -> Plan:
 
 
 def _as_prompt(item: str | Prompt, markup: Markup) -> Prompt:
-    return Prompt.parse(item, markup) if isinstance(item, str) else item
+    return item if isinstance(item, Prompt) else Prompt.parse(item, markup)

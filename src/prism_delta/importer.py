@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def import_projections(
     Layers are matched by the ids in `layers`, which the published loader ignores.
     """
     content = _load(Path(path))
-    layers = content.get("layers")
+    shift = _number(content, path)
     edits: dict[Place, Edit] = {}
     stats: dict[Place, HeadStats] = {}
     shape: dict[Place, tuple[int, int]] = {}
@@ -46,11 +47,9 @@ def import_projections(
             if gain and channel == "value":
                 raise ArtifactError(f"{path} holds no value projections (v_proj); set the value gain to 0")
             continue
-        ids = list(range(len(projection))) if layers is None else [int(layer) for layer in layers]
-        if len(ids) != len(projection):
-            raise ArtifactError(f"{path}: {len(projection)} layers of projections, {len(ids)} layer ids")
+        ids = _layer_ids(content, len(projection), path)
         scores = _scores(content, channel, projection)
-        weights = _weights(scores, content, uniform, projection)
+        weights = _weights(scores, shift, uniform, projection)
         for number, layer in enumerate(ids):
             matrix = projection[number]
             on = matrix.abs().amax((1, 2)) > 0
@@ -61,7 +60,7 @@ def import_projections(
             stats[place] = HeadStats(rank, weights[number] * on, score)
             edits[place] = Edit.from_matrix(gain * weights[number][:, None, None] * matrix)
     if not shape:
-        raise ArtifactError(f"{path} holds no projections; expected proj, k_proj or v_proj, found {sorted(content)}")
+        raise ArtifactError(f"{path} holds no projections; expected proj, k_proj or v_proj, found {list(content)}")
     params = {"key_gain": key_gain, "value_gain": value_gain, "uniform": uniform}
     header = {"method": "imported", "params": params, "model": {"name": model}}
     kept = {place: edit for place, edit in edits.items() if not edit.is_zero}
@@ -73,8 +72,10 @@ def _load(path: Path) -> Mapping[str, Any]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+    except Exception as error:  # damaged files make torch raise nearly anything
+        # torch's own message explains how to run the file's code all the same; only what it names is of use here.
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"it would run {named[1]}" if named else f"torch cannot read it ({type(error).__name__})"
         raise ArtifactError(
             f"{path} is not a .pt file of plain tensors, and is not loaded otherwise: {reason}"
         ) from error
@@ -89,7 +90,12 @@ def _projection(content: Mapping[str, Any], channel: Channel, path: Any) -> torc
     found = next((content[name] for name in _NAMES[channel][0] if name in content), None)
     if found is None:
         return None
-    if not isinstance(found, torch.Tensor) or found.ndim not in (2, 3, 4) or found.shape[-1] != found.shape[-2]:
+    if (
+        not isinstance(found, torch.Tensor)
+        or found.ndim not in (2, 3, 4)
+        or found.shape[-1] != found.shape[-2]
+        or not found.numel()
+    ):
         raise ArtifactError(f"{path}: {channel} projections must be [layer, head, dim, dim], found {_describe(found)}")
     tensor = found.double()
     while tensor.ndim < 4:
@@ -105,15 +111,42 @@ def _scores(content: Mapping[str, Any], channel: Channel, projection: torch.Tens
         return None
     if not isinstance(found, torch.Tensor) or tuple(found.shape) != tuple(projection.shape[:2]):
         raise ArtifactError(f"{channel} norm_diffs must be {list(projection.shape[:2])}, found {_describe(found)}")
+    if not bool(torch.isfinite(found).all()):
+        raise ArtifactError(f"{channel} norm_diffs hold NaN or infinite numbers")
     return found.double()
 
 
-def _weights(
-    scores: torch.Tensor | None, content: Mapping[str, Any], uniform: bool, projection: torch.Tensor
-) -> torch.Tensor:
+def _weights(scores: torch.Tensor | None, shift: float, uniform: bool, projection: torch.Tensor) -> torch.Tensor:
     if scores is None or uniform:
         return torch.ones(projection.shape[:2], dtype=torch.float64)
-    return softplus_weight(scores, float(content.get("min_diff", 0.0)))
+    return softplus_weight(scores, shift)
+
+
+def _number(content: Mapping[str, Any], path: Any) -> float:
+    """min_diff, 0 if the file has none."""
+    found = content.get("min_diff")
+    try:
+        number = 0.0 if found is None else float(found)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ArtifactError(f"{path}: min_diff must be a finite number, found {found!r}")
+    return number
+
+
+def _layer_ids(content: Mapping[str, Any], count: int, path: Any) -> list[int]:
+    """The ids in `layers`; 0, 1, ... if the file has none."""
+    found = content.get("layers")
+    if found is None:
+        return list(range(count))
+    listed = found.tolist() if isinstance(found, torch.Tensor) else found
+    if not isinstance(listed, list | tuple) or not all(type(item) is int and item >= 0 for item in listed):
+        raise ArtifactError(f"{path}: layers must be a list of layer ids, found {found!r}")
+    if len(listed) != count:
+        raise ArtifactError(f"{path}: {count} layers of projections, {len(listed)} layer ids")
+    if len(set(listed)) != count:
+        raise ArtifactError(f"{path}: layers names a layer twice: {list(listed)}")
+    return list(listed)
 
 
 def _describe(value: Any) -> str:

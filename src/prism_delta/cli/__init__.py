@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 from ..errors import PrismError
@@ -18,9 +17,3 @@ def main() -> None:
     except PrismError as error:
         sys.stderr.write(f"prism: {error}\n")
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        sys.stderr.write("prism: interrupted\n")
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)

@@ -75,7 +75,7 @@ def capture(
     fields: dict[str, Any] = {"convention": convention, "template": template, "position": position}
     fields |= {"answer_tokens": answer_tokens or None, "special_tokens": special_tokens}
     options = CaptureOptions(**fields)
-    target = out or Path(f"{Path(model).name}.moments.safetensors")
+    target = out or Path(f"{Path(model).resolve().name}.moments.safetensors")
     _check_target(target, force)
     loaded, tokenizer = _load(model, device, dtype)
     moments = run_capture(loaded, tokenizer, pairs or None, options=options, batch_tokens=batch_tokens, progress=True)
@@ -131,6 +131,8 @@ def generate(
     text = _read_prompt(prompt, file)
     if max_new_tokens < 1:
         raise ParameterError(f"--max-new-tokens must be at least 1, found {max_new_tokens}")
+    if plan_file is not None and (preset or settings or method != "prism"):
+        raise ParameterError("--plan is a finished plan; --method, --preset and --set belong to making one")
     parsed = Prompt.parse(text, markup)  # type: ignore[arg-type]  # bad markup is told before a model is loaded
     given = None if plan_file is None else Plan.load(plan_file)
     if given is None:
@@ -175,7 +177,7 @@ def import_(
     from ..importer import import_projections
     from .output import emit
 
-    target = out or file.with_suffix(".plan.safetensors")
+    target = out or file.parent / f"{file.stem}.plan.safetensors"
     _check_target(target, force)
     made = import_projections(file, key_gain=key_gain, value_gain=value_gain, uniform=uniform)
     made.save(target)
@@ -239,6 +241,8 @@ def _settings(preset: str, method: str, settings: list[str]) -> tuple[str, dict[
     chosen: dict[str, Any] = {}
     if preset:
         found = get_preset(preset)
+        if method not in ("prism", found.method):
+            raise ParameterError(f"the preset {preset} is one of {found.method}, not of {method}; leave --method out")
         method, chosen = found.method, dict(found.params)
     return method, {**chosen, **parse_settings(settings)}
 
@@ -267,7 +271,7 @@ def _read_prompt(prompt: str, file: Path | None) -> str:
             raise StorageError(f"cannot read {file}: {error.strerror or error}") from error
         name = str(file)
     elif prompt == "-":
-        if sys.stdin.isatty():
+        if sys.stdin is None or sys.stdin.isatty():
             raise PromptError("no prompt; give it as an argument, with --file, or on stdin")
         raw, name = sys.stdin.buffer.read(), "stdin"
     else:
@@ -276,7 +280,7 @@ def _read_prompt(prompt: str, file: Path | None) -> str:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise StorageError(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
-    return text[:-1] if text.endswith("\n") else text  # the newline that ends the last line of a file
+    return text.removesuffix("\n").removesuffix("\r")  # the newline that ends the last line of a file
 
 
 def _check_target(target: Path, force: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,16 @@ def console() -> Console:
 
 
 def print_json(value: Any) -> None:
-    typer.echo(jsonlib.dumps(value, ensure_ascii=False, indent=2, default=str))
+    typer.echo(jsonlib.dumps(_finite(value), ensure_ascii=False, indent=2, default=str, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    """NaN and infinity, which JSON has not, become null."""
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def emit(facts: Mapping[str, Any], json: bool) -> None:
@@ -54,10 +64,13 @@ def marked(prompt: Prompt) -> Text:
     for span in prompt.spans:
         text.stylize("bold yellow", span.start, span.end)
     if not console().is_terminal:
-        for span in sorted(prompt.spans, key=lambda item: -item.start):
-            text = Text(
-                text.plain[: span.start] + "[" + text.plain[span.start : span.end] + "]" + text.plain[span.end :]
-            )
+        ends = [(span.end, "]") for span in prompt.spans]
+        starts = [(span.start, "[") for span in prompt.spans]
+        plain = prompt.text
+        # From the end of the text; where one span ends and another starts, "][".
+        for place, bracket in sorted(starts + ends, key=lambda item: (-item[0], item[1] == "]")):
+            plain = plain[:place] + bracket + plain[place:]
+        text = Text(plain)
     return text
 
 
