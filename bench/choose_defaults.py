@@ -21,8 +21,8 @@ from prism_delta.store import cached_moments
 from report import RESULTS, environment, say
 
 VALIDATION = 5000
-KEEPS = (0.33, 0.5, 0.66)
-GAINS = (0.5, 1, 2, 4, 6)
+KEEPS = (0.05, 0.1, 0.2, 0.33, 0.5, 0.66)
+GAINS = (0.5, 1, 2, 4, 6, 8)
 
 
 def grid() -> Iterator[str]:
