@@ -124,6 +124,8 @@ def defaults() -> str:
                 f"{item['efficacy']:.3f} [{item['low']:.3f}, {item['high']:.3f}]"
             )
             row[f"{name}: p(new)"] = f"{item['probability_new']:.3f}"
+    if not scores:
+        return "Not measured yet."
     columns = list(dict.fromkeys(key for row in scores.values() for key in row))
     return table(
         [{"setting": f"`{setting}`", **{key: row.get(key, "") for key in columns}} for setting, row in scores.items()]
