@@ -57,6 +57,7 @@ def main() -> int:
         torch.set_num_threads(args.threads)
     setup = Setup(args)
     collected: dict[str, Any] = {}
+    texts: list[str] = []
     failed = False
     for name in args.only or BENCHMARKS:
         load = environment(args.model)
@@ -72,6 +73,8 @@ def main() -> int:
         folder = RESULTS / "quick" if args.quick else RESULTS
         if args.out:
             write_json(args.out, collected)
+            texts.append(report.markdown())
+            args.out.with_suffix(".md").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
             continue
         stem = name if args.model == DEFAULT_MODEL else f"{name}-{args.model.rsplit('/', 1)[-1]}"
         write_json(folder / f"{stem}.json", {"benchmark": name, **content})

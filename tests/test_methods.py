@@ -22,7 +22,7 @@ PRISM_FAMILY = ["prism", "prism-v", "prism-value", "prism-independent", "scale"]
 # What each convention stands for.
 PAPER = {"energy": "sigma2", "score": "mean_norm", "gate": "none", "keep": None, "weighting": "softplus"}
 REFERENCE = {"energy": "sigma", "score": "frobenius", "gate": "threshold", "keep": None, "weighting": "softplus"}
-LIBRARY = {"energy": "sigma", "score": "frobenius", "gate": "none", "keep": 0.5, "weighting": "uniform"}
+LIBRARY = {"energy": "sigma", "score": "frobenius", "gate": "none", "keep": 0.1, "weighting": "uniform"}
 
 
 def by_formula(rows: Rows, channel: str, gain: float, **settings: Any) -> dict[int, torch.Tensor]:
@@ -102,11 +102,11 @@ def test_prism_is_its_formula(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "key_gain", "value_gain", "settings"),
     [
-        ("prism", 1.0, 0.0, LIBRARY),
-        ("prism-v", 1.0, 0.1, LIBRARY),
+        ("prism", 0.5, 0.0, LIBRARY),
+        ("prism-v", 0.5, 0.1, LIBRARY),
         ("prism-value", 0.0, 0.1, LIBRARY),
-        ("prism-independent", 1.0, 0.0, {**LIBRARY, "projection": "independent"}),
-        ("scale", 1.0, 0.0, {**LIBRARY, "projection": "identity", "keep": None}),
+        ("prism-independent", 0.5, 0.0, {**LIBRARY, "projection": "independent"}),
+        ("scale", 0.5, 0.0, {**LIBRARY, "projection": "identity", "keep": None}),
     ],
 )
 def test_the_defaults_of_every_method(name: str, key_gain: float, value_gain: float, settings: Any) -> None:
@@ -376,7 +376,7 @@ def test_gains_scale_the_edit_and_zero_removes_it(name: str) -> None:
 
 def test_identity_edits_all_of_a_head_and_differential_a_part() -> None:
     moments = moments_of(random_rows(heads=3))
-    settings = {"convention": "reference", "gamma": 0.5, "delta_min": 0.1}
+    settings = {"convention": "reference", "gamma": 0.5, "delta_min": 0.1, "key_gain": 1}
     part = get_method("prism").plan(moments, **settings)
     whole = get_method("prism").plan(moments, projection="identity", **settings)
     control = get_method("scale").plan(moments, gate="threshold", weighting="softplus", **settings)
@@ -450,7 +450,7 @@ def test_a_head_without_contrast_is_not_counted_as_edited() -> None:
 def test_moments_of_zeros_have_no_direction(name: str) -> None:
     moments = Moments(5, {(0, "key"): HeadMoments.zeros(2, 4), (0, "value"): HeadMoments.zeros(2, 4)})
     if name == "scale":  # the control needs none
-        assert torch.equal(get_method(name).plan(moments).matrix(0, KEY), torch.eye(4).expand(2, 4, 4))
+        assert torch.equal(get_method(name).plan(moments, key_gain=1).matrix(0, KEY), torch.eye(4).expand(2, 4, 4))
     else:
         with pytest.raises(ParameterError, match="head is left to edit"):
             get_method(name).plan(moments, gate="none")
@@ -464,7 +464,7 @@ def test_a_threshold_above_every_head_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("energy", ["sigma", "sigma2"])
 def test_gamma_one_keeps_all_that_the_data_span(energy: str) -> None:
-    plan = get_method("prism").plan(moments_of(random_rows()), gamma=1, gate="none", energy=energy)
+    plan = get_method("prism").plan(moments_of(random_rows()), gamma=1, gate="none", energy=energy, key_gain=1)
     for layer in (0, 1, 2):
         assert plan.stats[layer, KEY].rank.tolist() == [6, 6]
         assert torch.equal(plan.matrix(layer, KEY), torch.eye(6).expand(2, 6, 6))
@@ -474,7 +474,7 @@ def test_gamma_one_keeps_all_that_the_data_span(energy: str) -> None:
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_fewer_rows_than_dimensions_give_no_more_directions_than_rows(count: int, name: str) -> None:
     rows = random_rows(count=count, dim=6)
-    plan = get_method(name).plan(moments_of(rows), gamma=1, gate="none")
+    plan = get_method(name).plan(moments_of(rows), gamma=1, gate="none", key_gain=1)
     for layer in (0, 1, 2):
         assert plan.stats[layer, KEY].rank.tolist() == [count, count]
         span = rows[layer, KEY][0].transpose(0, 1)  # [head, row, dim]

@@ -101,8 +101,8 @@ def test_an_unknown_preset_names_the_nearest(name: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("model", "method", "expected"),
     [
-        ("smollm2-135m", "prism", {"keep": 0.33, "key_gain": 6.0}),
-        ("gemma3-270m", "prism", {"keep": 0.66, "key_gain": 0.8}),
+        ("smollm2-135m", "prism", {"keep": 0.1, "key_gain": 4.0}),
+        ("gemma3-270m", "prism", {"keep": 0.33, "key_gain": 1.0}),
         ("gemma3-270m", "none", {}),
         ("unheard-of", "prism", {}),
     ],

@@ -79,8 +79,8 @@ def _paper_presets() -> list[Preset]:
 
 # Chosen on CounterFact validation records by bench/choose_defaults.py; see docs/defaults.md.
 _MEASURED: dict[str, dict[str, dict[str, Any]]] = {
-    "smollm2-135m": {"prism": {"keep": 0.33, "key_gain": 6.0}},
-    "gemma3-270m": {"prism": {"keep": 0.66, "key_gain": 0.8}},
+    "smollm2-135m": {"prism": {"keep": 0.1, "key_gain": 4.0}, "scale": {"keep": 0.1, "key_gain": 4.0}},
+    "gemma3-270m": {"prism": {"keep": 0.33, "key_gain": 1.0}, "scale": {"keep": 0.33, "key_gain": 1.0}},
 }
 
 PRESETS: dict[str, Preset] = {preset.name: preset for preset in _paper_presets()}

@@ -134,6 +134,7 @@ def generate(
     if plan_file is not None and (preset or settings or method != "prism"):
         raise ParameterError("--plan is a finished plan; --method, --preset and --set belong to making one")
     parsed = Prompt.parse(text, markup)  # type: ignore[arg-type]  # bad markup is told before a model is loaded
+    shown = parsed
     given = None if plan_file is None else Plan.load(plan_file)
     if given is None:
         _check_method(method, preset, settings)
@@ -145,7 +146,7 @@ def generate(
         parsed = highlighter.chat_prompt([{"role": "user", "content": text}], markup=markup)  # type: ignore[arg-type]
     wanted = [0.0, strength] if compare else [strength]
     texts = {value: highlighter.generate(parsed, strength=value, max_new_tokens=max_new_tokens) for value in wanted}
-    print_generation(parsed, texts, json)
+    print_generation(parsed, texts, json, shown)
 
 
 @app.command()

@@ -47,7 +47,7 @@ def run_demo(loaded: tuple[Any, Any], name: str, json: bool) -> None:
     out.print("Try next:")
     for command in (
         'prism generate "Anna was a nurse. **She is now a pilot.** Anna works as a" --compare -n 12',
-        'prism generate "..." --strength 3 --compare   # too much of it breaks the text',
+        'prism generate "..." -s keep=1 -s key_gain=4   # every head: too much, the text breaks',
         "prism ls methods",
         "prism doctor",
     ):

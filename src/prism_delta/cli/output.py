@@ -74,8 +74,8 @@ def marked(prompt: Prompt) -> Text:
     return text
 
 
-def print_generation(prompt: Prompt, texts: Mapping[float, str], json: bool) -> None:
-    """One text, or several by strength side by side."""
+def print_generation(prompt: Prompt, texts: Mapping[float, str], json: bool, shown: Prompt) -> None:
+    """One text, or several by strength side by side, under the prompt as the user wrote it (`shown`)."""
     if json:
         spans = [{"start": span.start, "end": span.end, "strength": span.strength} for span in prompt.spans]
         results = [{"strength": strength, "text": text} for strength, text in texts.items()]
@@ -90,5 +90,5 @@ def print_generation(prompt: Prompt, texts: Mapping[float, str], json: bool) -> 
             )
         table.add_row(*(Text(text.strip()) for text in texts.values()))
         out = console()
-        out.print(marked(prompt))
+        out.print(marked(shown))
         out.print(table)

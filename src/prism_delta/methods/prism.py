@@ -17,7 +17,7 @@ from ..subspace import discriminability, leading_subspace, softplus_weight, top_
 from .base import Method, MethodParams, param
 
 CONVENTIONS: dict[str, dict[str, Any]] = {
-    "library": {"energy": "sigma", "score": "frobenius", "gate": "none", "keep": 0.5, "weighting": "uniform"},
+    "library": {"energy": "sigma", "score": "frobenius", "gate": "none", "keep": 0.1, "weighting": "uniform"},
     "paper": {"energy": "sigma2", "score": "mean_norm", "gate": "none", "keep": None, "weighting": "softplus"},
     "reference": {"energy": "sigma", "score": "frobenius", "gate": "threshold", "keep": None, "weighting": "softplus"},
 }
@@ -42,7 +42,7 @@ class PrismParams(MethodParams):
     delta_min: float = param(0.08, "the shift: subtracted from D in softplus, and the threshold of the gate")
     keep: float | None = param(None, "edit only this share of the heads, those of highest D; in (0, 1]")
     weighting: Literal["softplus", "uniform"] | None = param(None, "w = softplus(D - delta_min), or 1")
-    key_gain: float = param(1.0, "g_K, multiplies every key edit")
+    key_gain: float = param(0.5, "g_K, multiplies every key edit")
     value_gain: float = param(0.0, "g_V, multiplies every value edit")
     layers: str = param("all", "all, lastN, firstN, or ids such as 3,5,8-11")
 
