@@ -277,3 +277,14 @@ def test_a_file_cut_anywhere_is_refused(path: Path, form: str) -> None:
 def test_what_is_no_file_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StorageError, match="cannot read"):
         import_projections(tmp_path / name)
+
+
+def test_a_file_of_some_layers_steers_those(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    path = tmp_path / "last.pt"
+    torch.save({"proj": torch.eye(8).repeat(1, 2, 1, 1), "layers": [2]}, path)
+    plan = import_projections(path)
+    batch = random_batch()
+    with steer(model, plan, batch) as trace:
+        forward(model, batch)
+    assert trace.layers == [2]

@@ -192,11 +192,10 @@ class Highlighter:
     def _generate(
         self, prompts: list[Prompt], strength: float, max_new_tokens: int, options: Mapping[str, Any]
     ) -> list[str]:
+        if options.get("num_return_sequences", 1) != 1:
+            raise ParameterError("num_return_sequences must be 1: one text a prompt; for several use steer()")
         batch = self._encode(prompts, max_new_tokens)
         ids = self._run(batch, strength, max_new_tokens, options)
-        copies = ids.shape[0] // len(prompts)
-        if copies > 1:
-            raise ParameterError("num_return_sequences > 1 returns several texts a prompt; call generate for each")
         texts: list[str] = self.tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
         return texts
 

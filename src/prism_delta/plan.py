@@ -19,6 +19,7 @@ from .errors import ArtifactError, PlanMismatchError
 from .sites import CHANNELS, Channel, Sites, find_sites
 
 KIND, VERSION = "plan", 1
+_PARTIAL = ("matrices", "imported")  # plans that may know only some layers of their model
 _STATS = ("rank", "weight", "score")
 
 Place = tuple[int, Channel]
@@ -103,7 +104,7 @@ class Plan:
         channels = {channel for _, channel in self.edits}
         for channel in CHANNELS:
             mine = {layer: shape for (layer, kind), shape in self.shape.items() if kind == channel}
-            if channel in channels and self.header.get("method") != "matrices" and mine != sites.shape(channel):
+            if channel in channels and self.header.get("method") not in _PARTIAL and mine != sites.shape(channel):
                 raise PlanMismatchError(
                     f"this plan was made for a model with {_text(mine)} of {channel}s"
                     f"{self._origin()}, the model to steer has {_text(sites.shape(channel))}"
