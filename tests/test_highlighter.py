@@ -350,3 +350,17 @@ def test_a_plan_for_another_model_is_refused() -> None:
     made: Plan = get_method("scale").plan(capture(other, tokenizer, PAIRS))
     with pytest.raises(PlanMismatchError, match=r"3 layers of 2 heads x 16 .* has 3 layers of 2 heads x 8"):
         Highlighter(model, tokenizer, made)
+
+
+def test_a_mistyped_method_is_told_before_a_model_is_loaded() -> None:
+    with pytest.raises(UnknownMethodError, match="did you mean 'prism'"):
+        Highlighter.load("no-such-model", method="prisn")
+    with pytest.raises(ParameterError, match="did you mean 'key_gain'"):
+        Highlighter.load("no-such-model", key_gian=1)
+
+
+def test_precision_of_a_model_loaded_by_name(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path / "tiny")
+    highlighter = Highlighter.load(str(folder), pairs=PAIRS, dtype=torch.bfloat16, device="cpu")
+    assert highlighter.model.dtype == torch.bfloat16
+    assert isinstance(highlighter.generate(PROMPT, max_new_tokens=2), str)

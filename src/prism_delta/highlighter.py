@@ -50,18 +50,22 @@ class Highlighter:
         pairs: Pairs = None,
         options: CaptureOptions | None = None,
         plan: Plan | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
         progress: bool = True,
         **params: Any,
     ) -> Highlighter:
         """Load a model by alias, Hub id or path (or take yours with its tokenizer) and make a plan for it.
 
         The moments are captured once and kept in the cache. `params` are those of the method; without any,
-        the settings recommended for the model are used (docs: 'Defaults').
+        the settings recommended for the model are used (docs: 'Defaults'). `device` and `dtype` serve loading by
+        name.
         """
+        get_method(method).params(**params)  # a typing error should not have to wait for a model
         if isinstance(model, str):
             from .models import load_model
 
-            loaded: tuple[Any, Any] = load_model(model)
+            loaded: tuple[Any, Any] = load_model(model, dtype=dtype, device=device)
         elif tokenizer is None:
             raise ParameterError("give the tokenizer together with the model")
         else:
