@@ -50,7 +50,7 @@ class Report:
     left_out: Sequence[str] = ()
 
     def markdown(self) -> str:
-        notes = [f"Left out: {reason}" for reason in self.left_out]
+        notes = [f"Note: {reason}" for reason in self.left_out]
         return "\n\n".join([f"## {self.name}", *(table.markdown() for table in self.tables), *notes])
 
 

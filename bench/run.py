@@ -41,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="of token ids, order and bootstrap (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own)")
     parser.add_argument(
-        "--budget", type=float, default=1800, help="seconds a case of overhead may take, 0 for any (default: 1800)"
+        "--budget", type=float, default=300, help="seconds a case of overhead may take, 0 for any (default: 300)"
     )
     parser.add_argument("--pair-lines", type=int, help="capture_time: only so many of the shipped pairs")
     counterfact.add_arguments(parser)

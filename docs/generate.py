@@ -105,7 +105,10 @@ def bench(name: str) -> Callable[[], str]:
 
     def block() -> str:
         path = RESULTS / f"{name}.md"
-        return path.read_text(encoding="utf-8").strip() if path.is_file() else "Not measured yet."
+        if not path.is_file():
+            return "Not measured yet."
+        lines = [line for line in path.read_text(encoding="utf-8").strip().splitlines() if not line.startswith("## ")]
+        return "\n".join(f"**{line[4:]}**" if line.startswith("### ") else line for line in lines).strip()
 
     return block
 
@@ -132,6 +135,24 @@ def defaults() -> str:
     )
 
 
+def overhead_summary() -> str:
+    """One line a case: the ratios to the plain model, with their bootstrap intervals."""
+    path = RESULTS / "overhead.json"
+    if not path.is_file():
+        return "Not measured yet."
+    rows = []
+    for item in json.loads(path.read_text(encoding="utf-8"))["cases"]:
+        case, found = item["case"], item["comparison"]
+        prompt = f"{case['batch']} x {case['prompt']} tokens, {case['highlighted']} highlighted"
+        row = {"": f"{case['kind']}: {prompt}" + (f", {case['new_tokens']} new" if case["new_tokens"] else "")}
+        for variant in found["rows"]:
+            if variant["name"] != found["baseline"]:
+                ratio = variant["ratio"]
+                row[variant["name"]] = f"{ratio['median']:.3f} [{ratio['low']:.3f}, {ratio['high']:.3f}]"
+        rows.append({**row, "rounds": str(found["n"])})
+    return table(rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "methods": methods,
     "parameters": parameters,
@@ -141,6 +162,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "errors": errors,
     "cli": cli,
     "defaults": defaults,
+    "overhead-summary": overhead_summary,
 }
 
 

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = re.compile(r"```python\n(.*?)```", re.DOTALL)
+NUMBER = re.compile(r"\b\d\.\d\d\b")
 pytestmark = [pytest.mark.weights, pytest.mark.xdist_group("weights")]
 
 
@@ -47,7 +48,11 @@ def test_python_of_a_page_runs_from_top_to_bottom(page: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize(("command", "printed"), CONSOLES, ids=[command for command, _ in CONSOLES])
 def test_a_command_prints_what_the_readme_shows(command: str, printed: str) -> None:
-    assert GENERATE.run_console(command) == printed
+    """Letter by letter; probabilities may differ in the last digit between processors."""
+    found = GENERATE.run_console(command)
+    assert NUMBER.sub("#", found) == NUMBER.sub("#", printed)
+    for left, right in zip(NUMBER.findall(found), NUMBER.findall(printed), strict=True):
+        assert float(left) == pytest.approx(float(right), abs=0.02)
 
 
 def test_the_readme_shows_commands() -> None:
