@@ -83,10 +83,10 @@ def run(setup: Setup) -> Report:
         "batch_size": args.batch_size,
         "scores": [asdict(item) for item in scores],
     }
-    return Report("counterfact", [table(scores, records)], data)
+    return Report("counterfact", [table(scores, records, setup.args.model)], data)
 
 
-def table(scores: Sequence[Score], records: Sequence[Record]) -> Table:
+def table(scores: Sequence[Score], records: Sequence[Record], model: str) -> Table:
     columns = ("setting", "n", "efficacy [95 %]", "p(new)", "p(old)")
     rows = [
         [
@@ -98,7 +98,7 @@ def table(scores: Sequence[Score], records: Sequence[Record]) -> Table:
         ]
         for item in scores
     ]
-    return Table(f"CounterFact records {records[0].case_id} to {records[-1].case_id}", columns, rows)
+    return Table(f"{model}, CounterFact records {records[0].case_id} to {records[-1].case_id}", columns, rows)
 
 
 def parse_setting(text: str) -> tuple[str, Mapping[str, str]]:

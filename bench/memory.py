@@ -73,27 +73,26 @@ def plan_sizes(setup: Setup) -> tuple[Table, list[dict[str, Any]]]:
     rows: list[list[object]] = []
     data: list[dict[str, Any]] = []
     model = str(setup.moments.header["model"]["name"])
-    foreign = {f"preset {name}" for name in PRESETS if name.split("/")[1] != model}  # these are in the JSON only
     with tempfile.TemporaryDirectory() as folder:
-        for name, plan in every_plan(setup).items():
+        for name, plan in every_plan(setup, model).items():
             size = plan.save(Path(folder) / "plan.safetensors").stat().st_size
             forms = sorted({edit.form for edit in plan.edits.values()})
-            if name not in foreign:
-                rows.append([name, bytes_text(plan.nbytes), bytes_text(size), ", ".join(forms) or "no edit"])
+            rows.append([name, bytes_text(plan.nbytes), bytes_text(size), ", ".join(forms) or "no edit"])
             data.append({"plan": name, "params": plan.header["params"], "bytes": plan.nbytes, "file_bytes": size})
     weights = storage_bytes(setup.model.parameters())
     rows.append(["(the model's weights)", bytes_text(weights), "", ""])
     return Table("size of plans for this model", ("plan", "in memory", "file", "forms"), rows), data
 
 
-def every_plan(setup: Setup) -> dict[str, Plan]:
-    """Every method at its defaults and under each convention, every preset, and the plans of the other benchmarks."""
+def every_plan(setup: Setup, model: str) -> dict[str, Plan]:
+    """Every method at its defaults and under each convention, the model's presets, and the other benchmarks' plans."""
     plans = {f"{method.name} (defaults)": method.plan(setup.moments) for method in list_methods()}
     for name in ("prism", "prism-v"):
         for convention in CONVENTIONS:
             plans[f"{name} (convention={convention})"] = get_method(name).plan(setup.moments, convention=convention)
     for preset in PRESETS.values():
-        plans[f"preset {preset.name}"] = get_method(preset.method).plan(setup.moments, **preset.params)
+        if preset.name.split("/")[1] == model:
+            plans[f"preset {preset.name}"] = get_method(preset.method).plan(setup.moments, **preset.params)
     return plans | {f"benchmark plan {name}": plan for name, plan in setup.plans.items()}
 
 
