@@ -14,13 +14,17 @@ _MARK = "_prism_delta_edits"
 
 @dataclass(frozen=True, eq=False)
 class TokenRows:
-    """Highlighted tokens of one pass: (sample, place in the pass), strengths, and the slots in the batch."""
+    """Highlighted tokens of one pass: (sample, place in the pass) and strength, 12 bytes a token.
+
+    The pass begins at slot `start` and holds every prompt `copies` times, each next to itself, as generate()
+    lays them out: row r of the batch becomes samples r * copies ... + copies - 1.
+    """
 
     samples: torch.Tensor
     places: torch.Tensor
     strengths: torch.Tensor
-    origin: torch.Tensor  # row of the batch each sample comes from
-    slots: torch.Tensor
+    start: int
+    copies: int
     moved: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, ...]] = field(default_factory=dict)
 
     @classmethod
@@ -29,11 +33,19 @@ class TokenRows:
         origin, places = strengths[:, start : start + tokens].nonzero(as_tuple=True)
         if not len(origin):
             return None
-        values = strengths[origin, places + start]
-        # generate() repeats each prompt next to itself: row r becomes rows r * copies ... + copies - 1.
+        values = strengths[origin, places + start].repeat_interleave(copies)
         samples = (origin[:, None] * copies + torch.arange(copies)).flatten()
-        places, values, origin = (part.repeat_interleave(copies) for part in (places, values, origin))
-        return cls(samples, places, values, origin, places + start)
+        return cls(samples.int(), places.repeat_interleave(copies).int(), values, start, copies)
+
+    @property
+    def origin(self) -> torch.Tensor:
+        """The row of the batch that each sample comes from."""
+        return self.samples // self.copies
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """Places in the whole prompt."""
+        return self.places + self.start
 
     def on(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """(samples, places, strengths) on a device, moved there once."""

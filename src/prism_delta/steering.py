@@ -49,7 +49,7 @@ def steer(model: nn.Module, plan: Plan, batch: Batch, *, strength: float = 1.0) 
     of times, on this batch only. Raises SteeringError where an edit asked for cannot be made exactly.
     """
     sites = plan.check(model)
-    strengths = batch.strengths * float(strength)
+    strengths = batch.strengths if strength == 1 else batch.strengths * float(strength)
     if not bool(torch.isfinite(strengths).all()):
         raise BatchError(f"strength must be finite, found {strength}")
     trace = Trace(positions=[[] for _ in range(len(batch))])
@@ -94,7 +94,6 @@ class _Block:
         self.mismatch: torch.Tensor | None = None
         self.reached = 0
         self.recorded: list[TokenRows] = []
-        self.edited = torch.zeros_like(strengths, dtype=torch.bool)
         self.known_cache: weakref.ref[Any] | None = None
         self.planned: dict[tuple[int, int, int], TokenRows | None] = {}
 
@@ -246,8 +245,9 @@ class _Block:
         self.trace.edited_passes += 1
         if rows not in self.recorded:
             self.recorded.append(rows)
-            self.edited[rows.origin, rows.slots] = True
-            self.trace.positions = [row.nonzero().flatten().tolist() for row in self.edited]
+            for origin, slot in set(zip(rows.origin.tolist(), rows.slots.tolist(), strict=True)):
+                self.trace.positions[origin].append(slot)
+            self.trace.positions = [sorted(set(slots)) for slots in self.trace.positions]
         self.trace.layers = sorted({layer for layer, _ in self.fired})
         self.trace.channels = sorted({channel for _, channel in self.fired})
 
